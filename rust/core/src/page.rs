@@ -1,0 +1,266 @@
+//! WHAT lives: one cache line per page.
+//!
+//! A page is a logical block of KV; where its bytes are is its [`Location`]. The table is a flat array of eight words a
+//! page, all 0 at first, so a new pool touches no memory:
+//!
+//! | word | content | written by |
+//! | --- | --- | --- |
+//! | 0 | [`PageWord`]: generation, references, pins, state | every transition, by compare-exchange |
+//! | 1 | [`Location`] | whoever took the page; later a move |
+//! | 2 | key: the hash under which the index lists it | the publisher, before INDEXED |
+//! | 3 | link: what this page continues ([`Link`]) | the publisher, before INDEXED |
+//! | 4 | prefix: the identity of the content from the root to here ([`PageRef`] bits of the first page that had it) | the publisher |
+//! | 5 | payer (bits 0-23), protection (24-27), its expiry (28-39), children in the index (40-63) | taker; children by whoever publishes or evicts a child |
+//! | 6 | order node: next (evict.rs) | evict.rs |
+//! | 7 | order node: value (0-31), spare node of this page (32-63), XORed with the page's own index so that 0 is the start | evict.rs |
+//!
+//! Beside them the tokens of every published page, for the exact comparison on a hit: `page_tokens` ids of 32 bits, two
+//! to a word.
+//!
+//! # Invariant
+//!
+//! Words 2-4 and the tokens are written only by the one thread that publishes the page (it holds it and it is not
+//! INDEXED), or by the taker; they are read by anybody, who checks the page word before and after. `children` counts
+//! pages in the index whose link names this page; only a held page gains children, so a leaf that is cached stays a leaf.
+//!
+//! Callers: pool.rs, sequence.rs, index.rs (reads), evict.rs (words 6, 7 and the page word), audit.rs (reads).
+
+use crate::{
+    sync::{Atom, AtomicU64, Words},
+    word::{
+        PageId, PageRef, TenantId,
+        page::{Location, PageWord},
+    },
+};
+
+/// Words of one page.
+pub(crate) const STRIDE: usize = 8;
+const _: () = assert!(STRIDE * 8 == 64, "a page is a cache line");
+
+const WORD: usize = 0;
+const LOCATION: usize = 1;
+const KEY: usize = 2;
+const LINK: usize = 3;
+const PREFIX: usize = 4;
+const PAYER: usize = 5;
+const NODE_NEXT: usize = 6;
+const NODE_VALUE: usize = 7;
+
+const PAYER_BITS: u32 = 24;
+const PAYER_MASK: u64 = (1 << PAYER_BITS) - 1;
+const PROTECT_SHIFT: u32 = 24;
+const PROTECT_MASK: u64 = ((1 << 16) - 1) << PROTECT_SHIFT;
+const CHILD_SHIFT: u32 = 40;
+const CHILD: u64 = 1 << CHILD_SHIFT;
+
+/// The most tenants a pool can have.
+pub const MAX_TENANTS: u32 = PAYER_MASK as u32 + 1;
+
+/// What a page continues.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Link {
+    /// It continues this very page: the previous one of its sequence, or for a page of another group the page of the
+    /// first full group at the same place.
+    Page(PageRef),
+    /// It continues nothing that is in the index: a keyed digest of all that came before it (63 bits). At a sequence's
+    /// start that is the adapter and the caller's key; in a model without a full group, also all tokens before.
+    Digest(u64),
+}
+
+impl Link {
+    const DIGEST: u64 = 1 << 63;
+
+    fn to_words(self) -> u64 {
+        match self {
+            // A generation's top bit is given up to tell the two apart.
+            Self::Page(page) => page.to_bits() & !Self::DIGEST,
+            Self::Digest(digest) => digest | Self::DIGEST,
+        }
+    }
+    fn from_words(bits: u64) -> Self {
+        if bits & Self::DIGEST != 0 {
+            Self::Digest(bits & !Self::DIGEST)
+        } else {
+            Self::Page(PageRef::from_bits(bits))
+        }
+    }
+}
+
+/// The page table of a pool.
+#[derive(Debug)]
+pub(crate) struct Pages {
+    words: Words,
+    tokens: Words,
+    pages: u32,
+    token_words: usize,
+    page_tokens: usize,
+}
+
+impl Pages {
+    /// A table of `pages` pages and `nodes` further order nodes (evict.rs needs one for each order's start).
+    pub(crate) fn new(pages: u32, nodes: u32, page_tokens: u32) -> Self {
+        let token_words = (page_tokens as usize).div_ceil(2);
+        Self {
+            words: Words::zeroed((pages as usize + nodes as usize) * STRIDE),
+            tokens: Words::zeroed(pages as usize * token_words),
+            pages,
+            token_words,
+            page_tokens: page_tokens as usize,
+        }
+    }
+
+    /// How many pages there are.
+    pub(crate) fn len(&self) -> u32 {
+        self.pages
+    }
+
+    #[inline]
+    fn at(&self, index: usize, word: usize) -> &AtomicU64 {
+        &self.words[index * STRIDE + word]
+    }
+
+    #[inline]
+    pub(crate) fn word(&self, id: PageId) -> &AtomicU64 {
+        self.at(id.as_usize(), WORD)
+    }
+
+    #[inline]
+    pub(crate) fn read(&self, id: PageId) -> PageWord {
+        PageWord(self.word(id).get())
+    }
+
+    /// Apply a transition: the word after it, or the word that has no such transition.
+    #[inline]
+    pub(crate) fn transit(
+        &self,
+        id: PageId,
+        f: impl Fn(PageWord) -> Option<PageWord>,
+    ) -> Result<PageWord, PageWord> {
+        self.transit_with(id, |word| f(word).map(|next| (next, next)))
+    }
+
+    /// Apply a transition that also answers something.
+    #[inline]
+    pub(crate) fn transit_with<R>(
+        &self,
+        id: PageId,
+        f: impl Fn(PageWord) -> Option<(PageWord, R)>,
+    ) -> Result<R, PageWord> {
+        let word = self.word(id);
+        let mut now = word.get();
+        loop {
+            let Some((next, answer)) = f(PageWord(now)) else { return Err(PageWord(now)) };
+            match word.cas(now, next.0) {
+                Ok(_) => return Ok(answer),
+                Err(found) => now = found,
+            }
+        }
+    }
+
+    #[inline]
+    pub(crate) fn location(&self, id: PageId) -> Location {
+        Location(self.at(id.as_usize(), LOCATION).get())
+    }
+    #[inline]
+    pub(crate) fn set_location(&self, id: PageId, location: Location) {
+        self.at(id.as_usize(), LOCATION).put(location.0);
+    }
+    /// Move: the new location, if the old one still holds.
+    pub(crate) fn swap_location(&self, id: PageId, from: Location, to: Location) -> Result<(), Location> {
+        self.at(id.as_usize(), LOCATION).cas(from.0, to.0).map(drop).map_err(Location)
+    }
+
+    #[inline]
+    pub(crate) fn key(&self, id: PageId) -> u64 {
+        self.at(id.as_usize(), KEY).get()
+    }
+    #[inline]
+    pub(crate) fn link(&self, id: PageId) -> Link {
+        Link::from_words(self.at(id.as_usize(), LINK).get())
+    }
+    /// The identity of the content from the root to this page's end.
+    #[inline]
+    pub(crate) fn prefix(&self, id: PageId) -> u64 {
+        self.at(id.as_usize(), PREFIX).get()
+    }
+    /// Give a page its content's names, before it is INDEXED.
+    #[inline]
+    pub(crate) fn set_names(&self, id: PageId, key: u64, link: Link, prefix: u64) {
+        self.at(id.as_usize(), KEY).put(key);
+        self.at(id.as_usize(), LINK).put(link.to_words());
+        self.at(id.as_usize(), PREFIX).put(prefix);
+    }
+
+    #[inline]
+    pub(crate) fn payer(&self, id: PageId) -> TenantId {
+        TenantId((self.at(id.as_usize(), PAYER).get() & PAYER_MASK) as u32)
+    }
+    /// The taker's first word: who pays; no children, no protection.
+    #[inline]
+    pub(crate) fn set_payer(&self, id: PageId, payer: TenantId) {
+        self.at(id.as_usize(), PAYER).put(u64::from(payer.0));
+    }
+    #[inline]
+    pub(crate) fn children(&self, id: PageId) -> u32 {
+        (self.at(id.as_usize(), PAYER).get() >> CHILD_SHIFT) as u32
+    }
+    /// One more indexed child; `false` when the count is full (the child then stays out of the index).
+    #[inline]
+    pub(crate) fn add_child(&self, id: PageId) -> bool {
+        self.at(id.as_usize(), PAYER)
+            .transit(|w| if w >> CHILD_SHIFT == PAYER_MASK { None } else { Some(w + CHILD) })
+            .is_ok()
+    }
+    #[inline]
+    pub(crate) fn remove_child(&self, id: PageId) {
+        self.at(id.as_usize(), PAYER).minus(CHILD);
+    }
+    /// Protection of 16 bits: level (4) and expiry (12), as evict.rs reads them.
+    #[inline]
+    pub(crate) fn protection(&self, id: PageId) -> u16 {
+        ((self.at(id.as_usize(), PAYER).get() & PROTECT_MASK) >> PROTECT_SHIFT) as u16
+    }
+    #[inline]
+    pub(crate) fn set_protection(&self, id: PageId, protection: u16) {
+        let bits = u64::from(protection) << PROTECT_SHIFT;
+        // Never refused: the closure always answers.
+        let _ = self.at(id.as_usize(), PAYER).transit(|w| Some(w & !PROTECT_MASK | bits));
+    }
+
+    /// The order's link word of node `node` (a page id, or above them an order's first node).
+    #[inline]
+    pub(crate) fn node_next(&self, node: u32) -> &AtomicU64 {
+        self.at(node as usize, NODE_NEXT)
+    }
+    /// The order's value word of node `node`.
+    #[inline]
+    pub(crate) fn node_value(&self, node: u32) -> &AtomicU64 {
+        self.at(node as usize, NODE_VALUE)
+    }
+
+    /// Store the tokens of a page; `tokens.len() == page_tokens`.
+    #[inline]
+    pub(crate) fn set_tokens(&self, id: PageId, tokens: &[u32]) {
+        debug_assert_eq!(tokens.len(), self.page_tokens);
+        let start = id.as_usize() * self.token_words;
+        for (word, pair) in self.tokens[start..start + self.token_words].iter().zip(tokens.chunks(2)) {
+            word.put(pack(pair));
+        }
+    }
+    /// Whether the page's stored tokens are exactly these.
+    #[inline]
+    pub(crate) fn has_tokens(&self, id: PageId, tokens: &[u32]) -> bool {
+        let start = id.as_usize() * self.token_words;
+        tokens.len() == self.page_tokens
+            && self.tokens[start..start + self.token_words]
+                .iter()
+                .zip(tokens.chunks(2))
+                .fold(0, |diff, (word, pair)| diff | word.peek() ^ pack(pair))
+                == 0
+    }
+}
+
+#[inline]
+fn pack(pair: &[u32]) -> u64 {
+    u64::from(pair[0]) | pair.get(1).map_or(0, |&t| u64::from(t) << 32)
+}

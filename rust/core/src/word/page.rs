@@ -1,0 +1,392 @@
+//! The words of a page: its state and where it lies.
+//!
+//! # `PageWord`, 64 bits
+//!
+//! | bits | field | meaning |
+//! | --- | --- | --- |
+//! | 0-17 | `refs` | references held by sequences, batches and callers of the lower face |
+//! | 18-23 | `pins` | pins on the page |
+//! | 24 | `LIVE` | given out: in hands, in the index, or on its way out |
+//! | 25 | `INDEXED` | has a key and stands in the index: it may be shared |
+//! | 26 | `QUEUED` | stands in its tenant's eviction order, once |
+//! | 27 | `VISITED` | hit since it last passed the clock hand |
+//! | 28 | `PROVEN` | belongs to the proven half of its tenant's order |
+//! | 29 | `LEAVING` | one thread owns it alone and is taking it out: nobody else may touch it |
+//! | 30 | `WRITTEN` | its content is complete |
+//! | 31 | `LEASED` | a copy reads or writes its frame; it may not leave |
+//! | 32-63 | `generation` | which life of this page id |
+//!
+//! # Invariant
+//!
+//! | state | refs | pins | bits |
+//! | --- | --- | --- | --- |
+//! | free | 0 | 0 | none |
+//! | held | > 0 | any | LIVE |
+//! | pinned | 0 | > 0 | LIVE, INDEXED |
+//! | cached | 0 | 0 | LIVE, QUEUED, and INDEXED unless its key was taken from it while it was held |
+//! | leaving | 0 | 0 | LIVE, LEAVING, not QUEUED |
+//!
+//! A cached page is QUEUED from the same transition that made it cached; a held or pinned one may still be QUEUED from
+//! before (it stands in the order once, and the order drops it when it comes up). The generation moves only from
+//! leaving to free.
+
+use super::{ClassId, FrameId, Generation, Tier};
+
+const REFS: u64 = (1 << 18) - 1;
+const PIN_SHIFT: u32 = 18;
+const PINS: u64 = ((1 << 6) - 1) << PIN_SHIFT;
+const LIVE: u64 = 1 << 24;
+const INDEXED: u64 = 1 << 25;
+const QUEUED: u64 = 1 << 26;
+const VISITED: u64 = 1 << 27;
+const PROVEN: u64 = 1 << 28;
+const LEAVING: u64 = 1 << 29;
+const WRITTEN: u64 = 1 << 30;
+const LEASED: u64 = 1 << 31;
+const GENERATION_SHIFT: u32 = 32;
+
+const _: () = assert!(REFS & PINS == 0 && (REFS | PINS) >> 24 == 0, "counts end below the flags");
+const _: () = assert!(LEASED < 1 << GENERATION_SHIFT, "flags end below the generation");
+
+/// The most references a page can have.
+pub const MAX_REFS: u32 = REFS as u32;
+/// The most pins a page can have.
+pub const MAX_PINS: u32 = (PINS >> PIN_SHIFT) as u32;
+
+/// State, reference count, pin count and generation of a page.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct PageWord(pub u64);
+
+/// What became of a page whose reference was dropped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Dropped {
+    /// Others still hold it.
+    Held,
+    /// Nobody holds it, a pin keeps it.
+    Pinned,
+    /// Nobody holds it, it stays for later hits. `enqueue`: it does not stand in the order yet; the caller puts it there.
+    Cached {
+        /// The caller must put it into the eviction order.
+        enqueue: bool,
+    },
+    /// It has no key, so nobody can find it: it is LEAVING, owned by the caller, who frees it.
+    Leaving,
+}
+
+/// What a share did.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Shared {
+    /// It was held already.
+    Held,
+    /// It was cached: now held again, so the ledger's held bytes grow.
+    Revived,
+    /// It was kept by a pin alone: now held.
+    Unparked,
+}
+
+impl PageWord {
+    /// The number of references.
+    #[inline]
+    pub const fn refs(self) -> u32 {
+        (self.0 & REFS) as u32
+    }
+    /// The number of pins.
+    #[inline]
+    pub const fn pins(self) -> u32 {
+        ((self.0 & PINS) >> PIN_SHIFT) as u32
+    }
+    /// Which life of the page.
+    #[inline]
+    pub const fn generation(self) -> Generation {
+        Generation((self.0 >> GENERATION_SHIFT) as u32)
+    }
+    const fn has(self, bits: u64) -> bool {
+        self.0 & bits == bits
+    }
+    /// Not given out.
+    #[inline]
+    pub const fn is_free(self) -> bool {
+        !self.has(LIVE)
+    }
+    /// Has at least one reference.
+    #[inline]
+    pub const fn is_held(self) -> bool {
+        self.refs() > 0
+    }
+    /// Kept by a pin alone.
+    #[inline]
+    pub const fn is_pinned(self) -> bool {
+        self.refs() == 0 && self.pins() > 0
+    }
+    /// Kept for later hits, free to take.
+    #[inline]
+    pub const fn is_cached(self) -> bool {
+        self.refs() == 0 && self.pins() == 0 && self.has(LIVE) && !self.has(LEAVING)
+    }
+    /// Owned by one thread that is taking it out.
+    #[inline]
+    pub const fn is_leaving(self) -> bool {
+        self.has(LEAVING)
+    }
+    /// Stands in the index.
+    #[inline]
+    pub const fn is_indexed(self) -> bool {
+        self.has(INDEXED)
+    }
+    /// Stands in the eviction order.
+    #[inline]
+    pub const fn is_queued(self) -> bool {
+        self.has(QUEUED)
+    }
+    /// Hit since it last passed the hand.
+    #[inline]
+    pub const fn is_visited(self) -> bool {
+        self.has(VISITED)
+    }
+    /// In the proven half of the order.
+    #[inline]
+    pub const fn is_proven(self) -> bool {
+        self.has(PROVEN)
+    }
+    /// A copy uses its frame.
+    #[inline]
+    pub const fn is_leased(self) -> bool {
+        self.has(LEASED)
+    }
+
+    /// free -> held once, by whoever claimed the id.
+    #[inline]
+    pub const fn take(self) -> Option<Self> {
+        if self.0 as u32 == 0 { Some(Self(self.0 | LIVE | 1)) } else { None }
+    }
+
+    /// One more reference for somebody who holds one already (a fork).
+    #[inline]
+    pub const fn share_held(self, generation: Generation) -> Option<Self> {
+        if self.generation().0 == generation.0 && self.refs() > 0 && self.refs() < MAX_REFS {
+            Some(Self(self.0 + 1))
+        } else {
+            None
+        }
+    }
+
+    /// A hit: one more reference on a page found in the index, and its clock bit.
+    #[inline]
+    pub const fn share(self, generation: Generation) -> Option<(Self, Shared)> {
+        if self.generation().0 != generation.0
+            || !self.has(LIVE | INDEXED)
+            || self.has(LEAVING)
+            || self.refs() == MAX_REFS
+        {
+            return None;
+        }
+        let was = if self.refs() > 0 {
+            Shared::Held
+        } else if self.pins() > 0 {
+            Shared::Unparked
+        } else {
+            Shared::Revived
+        };
+        Some((Self((self.0 + 1) | VISITED), was))
+    }
+
+    /// One reference less.
+    #[inline]
+    pub const fn drop_ref(self, generation: Generation) -> Option<(Self, Dropped)> {
+        if self.generation().0 != generation.0 || self.refs() == 0 {
+            return None;
+        }
+        let next = Self(self.0 - 1);
+        Some(next.settle())
+    }
+
+    /// What a page becomes when its last reference or pin has gone.
+    const fn settle(self) -> (Self, Dropped) {
+        if self.refs() > 0 {
+            (self, Dropped::Held)
+        } else if self.pins() > 0 {
+            (self, Dropped::Pinned)
+        } else if self.has(INDEXED) {
+            (Self(self.0 | QUEUED), Dropped::Cached { enqueue: !self.has(QUEUED) })
+        } else if self.has(QUEUED) {
+            // Its key went while it was held, and the order still lists it: the order takes it out when it comes up.
+            (self, Dropped::Cached { enqueue: false })
+        } else {
+            (Self(self.0 | LEAVING), Dropped::Leaving)
+        }
+    }
+
+    /// A held page gets a key and may be found. `proven`: the ghosts remember it.
+    #[inline]
+    pub const fn publish(self, proven: bool) -> Option<Self> {
+        if self.has(LIVE) && !self.has(INDEXED) && self.refs() > 0 {
+            Some(Self(self.0 | INDEXED | WRITTEN | if proven { PROVEN } else { 0 }))
+        } else {
+            None
+        }
+    }
+
+    /// A held page loses its key (the index had no room, or its content is about to change).
+    #[inline]
+    pub const fn unpublish(self) -> Option<Self> {
+        if self.has(INDEXED) && self.refs() > 0 { Some(Self(self.0 & !(INDEXED | PROVEN))) } else { None }
+    }
+
+    /// A cached page is taken by one thread, which stands at its place in the order: cached -> leaving.
+    #[inline]
+    pub const fn evict(self) -> Option<Self> {
+        if self.has(LIVE | QUEUED)
+            && self.refs() == 0
+            && self.pins() == 0
+            && !self.has(LEAVING)
+            && !self.has(LEASED)
+        {
+            Some(Self((self.0 & !QUEUED) | LEAVING))
+        } else {
+            None
+        }
+    }
+
+    /// The order met the page while somebody holds or pins it: it leaves the order and comes back when released.
+    #[inline]
+    pub const fn dequeue(self) -> Option<Self> {
+        if self.has(QUEUED) && (self.refs() > 0 || self.pins() > 0) {
+            Some(Self(self.0 & !QUEUED))
+        } else {
+            None
+        }
+    }
+
+    /// The hand passes: the visit is used up, and the page stands where `proven` says.
+    #[inline]
+    pub const fn pass(self, proven: bool) -> Self {
+        Self((self.0 & !(VISITED | PROVEN)) | if proven { PROVEN } else { 0 })
+    }
+
+    /// leaving -> free; the next life begins.
+    #[inline]
+    pub const fn retire(self) -> Option<Self> {
+        if self.has(LEAVING) && self.refs() == 0 && self.pins() == 0 {
+            Some(Self((self.generation().0.wrapping_add(1) as u64) << GENERATION_SHIFT))
+        } else {
+            None
+        }
+    }
+
+    /// One more pin on a held or cached page. `true`: it was cached, so it is no longer reclaimable.
+    #[inline]
+    pub const fn pin(self, generation: Generation) -> Option<(Self, bool)> {
+        if self.generation().0 == generation.0
+            && self.has(LIVE | INDEXED)
+            && !self.has(LEAVING)
+            && self.pins() < MAX_PINS
+        {
+            Some((Self(self.0 + (1 << PIN_SHIFT)), self.is_cached()))
+        } else {
+            None
+        }
+    }
+
+    /// One pin less.
+    #[inline]
+    pub const fn unpin(self, generation: Generation) -> Option<(Self, Dropped)> {
+        if self.generation().0 == generation.0 && self.pins() > 0 {
+            Some(Self(self.0 - (1 << PIN_SHIFT)).settle())
+        } else {
+            None
+        }
+    }
+
+    /// A copy begins to use the frame.
+    #[inline]
+    pub const fn lease(self, generation: Generation) -> Option<Self> {
+        if self.generation().0 == generation.0 && self.has(LIVE) && !self.has(LEAVING) && !self.has(LEASED) {
+            Some(Self(self.0 | LEASED))
+        } else {
+            None
+        }
+    }
+
+    /// The copy has ended or its time is over; a second end is `None`.
+    #[inline]
+    pub const fn unlease(self, generation: Generation) -> Option<Self> {
+        if self.generation().0 == generation.0 && self.has(LEASED) {
+            Some(Self(self.0 & !LEASED))
+        } else {
+            None
+        }
+    }
+}
+
+impl std::fmt::Debug for PageWord {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} refs={} pins={}", self.generation(), self.refs(), self.pins())?;
+        for (bit, name) in [
+            (LIVE, "live"),
+            (INDEXED, "indexed"),
+            (QUEUED, "queued"),
+            (VISITED, "visited"),
+            (PROVEN, "proven"),
+            (LEAVING, "leaving"),
+            (WRITTEN, "written"),
+            (LEASED, "leased"),
+        ] {
+            if self.has(bit) {
+                write!(f, " {name}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Where a page lies. Storing a new one is how a page moves; nobody who holds the page notices.
+///
+/// | bits | field |
+/// | --- | --- |
+/// | 0-31 | frame |
+/// | 32-39 | page class |
+/// | 40-41 | tier |
+/// | 42 | set in every location, so that 0 is "nowhere" |
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Location(pub u64);
+
+impl Location {
+    /// Nowhere: the page is free.
+    pub const NOWHERE: Self = Self(0);
+
+    /// A place.
+    #[inline]
+    pub const fn new(tier: Tier, class: ClassId, frame: FrameId) -> Self {
+        Self(1 << 42 | (tier as u64) << 40 | (class.0 as u64) << 32 | frame.0 as u64)
+    }
+    /// The frame.
+    #[inline]
+    pub const fn frame(self) -> FrameId {
+        FrameId(self.0 as u32)
+    }
+    /// The page class.
+    #[inline]
+    pub const fn class(self) -> ClassId {
+        ClassId((self.0 >> 32) as u8)
+    }
+    /// The tier, `None` for [`Self::NOWHERE`].
+    #[inline]
+    pub const fn tier(self) -> Option<Tier> {
+        match self.0 >> 40 {
+            4 => Some(Tier::Device),
+            5 => Some(Tier::Host),
+            _ => None,
+        }
+    }
+}
+
+impl std::fmt::Debug for Location {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.tier() {
+            Some(tier) => write!(f, "{tier:?}:{}:{}", self.class(), self.frame()),
+            None => f.write_str("nowhere"),
+        }
+    }
+}
