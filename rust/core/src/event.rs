@@ -124,7 +124,9 @@ pub struct Busy;
 
 impl std::fmt::Display for Busy {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("another thread is draining the events of this pool; drain them from one thread, or try again")
+        f.write_str(
+            "another thread is draining the events of this pool; drain them from one thread, or try again",
+        )
     }
 }
 
@@ -175,11 +177,8 @@ impl Events {
             0 => 0,
             some => u64::from(some.next_power_of_two()),
         };
-        let events = Self {
-            slots: Words::zeroed(capacity as usize * SLOT),
-            hot: Words::zeroed(HOT),
-            capacity,
-        };
+        let events =
+            Self { slots: Words::zeroed(capacity as usize * SLOT), hot: Words::zeroed(HOT), capacity };
         events.turn(true);
         events
     }

@@ -17,7 +17,10 @@
 //! | [`audit`] | proof that the books balance |
 #![forbid(unsafe_code)]
 
+pub mod clock;
 pub mod event;
 pub mod page;
+pub mod pins;
+pub mod stats;
 mod sync;
 pub mod word;
