@@ -12,6 +12,7 @@
 //! | `evict` | which cached page goes first |
 //! | [`ledger`] | HOW MUCH: tenants, charges, reserves, limits |
 //! | [`event`], [`stats`] | what happened |
+//! | [`pins`], [`clock`] | who keeps which pages, until when; what time it is |
 //! | [`pool`] | the books together: allocate, hit, release, evict |
 //! | [`sequence`], [`batch`] | WHO holds: page tables; one call per scheduler step |
 //! | [`audit`] | proof that the books balance |

@@ -2,7 +2,7 @@
 //!
 //! A pin is a lock on cached content, so each has an owner who pays for it, a number that is never used again, and an
 //! end: by its number, by its expiry, or with its owner. This is the list of them and nothing more; the pins in the page
-//! words and the pinned bytes in the ledger are changed by the caller, who pins the pages BEFORE [`Pins::add`] (and
+//! words and the pinned bytes in the ledger are changed by the caller, who pins the pages BEFORE `add` (and
 //! unpins them if it is refused), and unpins them AFTER it got the pin back from one of the `take`s.
 //!
 //! # Invariant
@@ -12,7 +12,7 @@
 //! - The pins of an owner are within the budget that was given when the last of them was added.
 //! - `next_expiry` is never later than the earliest expiry in the table.
 //!
-//! Pinning is rare, so the table is under a mutex. The one call that a step makes, [`Pins::take_expired`], looks at one
+//! Pinning is rare, so the table is under a mutex. The one call that a step makes, `take_expired`, looks at one
 //! word first and never waits for the mutex: a thread stopped inside holds up other pins, no step.
 //!
 //! Callers: pool.rs.
