@@ -12,11 +12,16 @@
 //! | `evict` | which cached page goes first |
 //! | [`ledger`] | HOW MUCH: tenants, charges, reserves, limits |
 //! | [`event`], [`stats`] | what happened |
+//! | [`pins`], [`clock`] | who keeps which pages, until when; what time it is |
 //! | [`pool`] | the books together: allocate, hit, release, evict |
 //! | [`sequence`], [`batch`] | WHO holds: page tables; one call per scheduler step |
 //! | [`audit`] | proof that the books balance |
 #![forbid(unsafe_code)]
 
+pub mod clock;
+pub mod event;
 pub mod page;
+pub mod pins;
+pub mod stats;
 mod sync;
 pub mod word;
