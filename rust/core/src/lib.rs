@@ -18,5 +18,6 @@
 #![forbid(unsafe_code)]
 
 pub mod page;
+pub mod spec;
 mod sync;
 pub mod word;
