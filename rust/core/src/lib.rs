@@ -22,6 +22,7 @@ pub mod clock;
 pub mod event;
 pub mod page;
 pub mod pins;
+pub mod spec;
 pub mod stats;
 mod sync;
 pub mod word;
