@@ -17,6 +17,8 @@
 //! | [`audit`] | proof that the books balance |
 #![forbid(unsafe_code)]
 
+#[doc(hidden)]
+pub mod frame;
 pub mod page;
 mod sync;
 pub mod word;
