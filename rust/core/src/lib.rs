@@ -18,8 +18,10 @@
 //! | [`audit`] | proof that the books balance |
 #![forbid(unsafe_code)]
 
+#[doc(hidden)]
 pub mod clock;
 pub mod event;
+pub mod frame;
 pub mod page;
 pub mod pins;
 pub mod spec;

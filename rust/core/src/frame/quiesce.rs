@@ -1,0 +1,210 @@
+//! Frames that a page moved away from, until no batch shows them any more.
+//!
+//! A batch writes frame numbers into arrays that kernels read later. When a page moves, its old frame may stand in such
+//! an array, so it goes to limbo and becomes free when every registered batch has taken a whole step since, or has
+//! nothing outstanding: then the batch's next step writes the new place.
+//!
+//! # Words
+//!
+//! `epoch`: how many frames were ever retired. A frame's stamp is the epoch its retirement made.
+//! Per batch one word, a cache line apart: 0 free, 1 registered and quiescent, else `epoch << 2 | 2`: it has something
+//! outstanding, and everything it shows was read when at least `epoch` frames had been retired.
+//!
+//! # Protocol
+//!
+//! - A move stores the new location, then retires the old frame: its stamp is drawn after the location was stored.
+//! - A step reads the epoch, then (coming out of quiescence) exchanges its word, then reads locations. At its end it
+//!   stores the epoch it read first. A commit with nothing outstanding stores "quiescent".
+//! - A drain reads the words of all batches with an add of 0. A frame is ripe when each is free, quiescent, or at the
+//!   frame's stamp or beyond.
+//!
+//! Why a drain that sees "quiescent" may go on though the batch begins a step at that moment: both act on the batch's
+//! word by read-modify-write, so one comes first. If it is the step's exchange, the drain sees it. If it is the drain's
+//! add, the exchange takes over what the drain knew, the new location included, and the step reads that.
+//!
+//! The batch's side is a load and a store per step. Limbo is a queue under a lock: plans take it, and a drain, which is called on
+//! the way of allocations, passes by if somebody has it.
+//!
+//! Callers: batch.rs (register, enter, step, quiesce, leave), plans (retire), pool.rs (drain).
+
+use std::collections::VecDeque;
+
+use super::{Arena, FrameError};
+use crate::{
+    sync::{Atom, AtomicU64, Mutex, Words},
+    word::{FrameId, SizeId, TIERS, Tier},
+};
+
+const LINE: usize = if cfg!(kvalloc_loom) { 1 } else { 8 };
+const FREE: u64 = 0;
+const QUIET: u64 = 1;
+const SHOWS: u64 = 2;
+
+/// Registered batches of a pool.
+#[cfg(not(kvalloc_loom))]
+const BATCHES: usize = 1024;
+#[cfg(kvalloc_loom)]
+const BATCHES: usize = 2;
+
+/// A registered batch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct BatchSlot(u32);
+
+/// A step under way: what it reads from now on is no older than this.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use = "the step ends with `step`"]
+pub struct Entered(u64);
+
+#[derive(Clone, Copy, Debug)]
+struct Retired {
+    tier: Tier,
+    size: SizeId,
+    frame: FrameId,
+    stamp: u64,
+}
+
+/// See the head of this file.
+#[derive(Debug)]
+pub struct Quiescence {
+    epoch: AtomicU64,
+    batches: Words,
+    /// No batch was ever registered at this number or above.
+    high: AtomicU64,
+    limbo: Mutex<VecDeque<Retired>>,
+    waiting: AtomicU64,
+    bytes: [AtomicU64; TIERS],
+}
+
+impl Default for Quiescence {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Quiescence {
+    /// No batches, nothing in limbo.
+    pub fn new() -> Self {
+        Self {
+            epoch: AtomicU64::new(0),
+            batches: Words::zeroed(BATCHES * LINE),
+            high: AtomicU64::new(0),
+            limbo: Mutex::new(VecDeque::new()),
+            waiting: AtomicU64::new(0),
+            bytes: std::array::from_fn(|_| AtomicU64::new(0)),
+        }
+    }
+
+    #[inline]
+    fn batch(&self, slot: usize) -> &AtomicU64 {
+        &self.batches[slot * LINE]
+    }
+
+    /// A place for a new batch, quiescent.
+    pub fn register(&self) -> Result<BatchSlot, FrameError> {
+        for slot in 0..BATCHES {
+            // Before the word, so that a drain that doesn't look here has read `high` before the first step.
+            let high = slot as u64 + 1;
+            if self.batch(slot).peek() != FREE {
+                continue;
+            }
+            let _ = self.high.transit(|now| (now < high).then_some(high));
+            if self.batch(slot).cas(FREE, QUIET).is_ok() {
+                return Ok(BatchSlot(slot as u32));
+            }
+        }
+        Err(FrameError::TooManyBatches { max: BATCHES })
+    }
+
+    /// The batch is gone and shows nothing.
+    pub fn leave(&self, slot: BatchSlot) {
+        self.batch(slot.0 as usize).put(FREE);
+    }
+
+    /// A step begins: to be called before it reads any location.
+    #[inline]
+    pub fn enter(&self, slot: BatchSlot) -> Entered {
+        let word = self.batch(slot.0 as usize);
+        let epoch = self.epoch.get();
+        if word.peek() == QUIET {
+            word.exchange(epoch << 2 | SHOWS);
+        }
+        Entered(epoch)
+    }
+
+    /// The step has written its arrays: nothing older than its beginning is shown from now on.
+    #[inline]
+    pub fn step(&self, slot: BatchSlot, Entered(epoch): Entered) {
+        self.batch(slot.0 as usize).put(epoch << 2 | SHOWS);
+    }
+
+    /// A commit with nothing outstanding: the batch shows nothing until it enters again.
+    #[inline]
+    pub fn quiesce(&self, slot: BatchSlot) {
+        self.batch(slot.0 as usize).put(QUIET);
+    }
+
+    /// A page has moved away from a frame: the frame waits here. `bytes` is the size of one frame.
+    pub fn retire(&self, tier: Tier, size: SizeId, bytes: u64, frame: FrameId) {
+        let mut limbo = lock(&self.limbo);
+        // Drawn under the lock: stamps rise along the queue.
+        let stamp = self.epoch.plus(1) + 1;
+        limbo.push_back(Retired { tier, size, frame, stamp });
+        self.bytes[tier.as_usize()].plus(bytes);
+        self.waiting.plus(1);
+    }
+
+    /// Release what nobody shows any more: how many frames. Never waits.
+    pub fn drain(&self, arenas: &[Arena; TIERS]) -> usize {
+        if self.waiting.get() == 0 {
+            return 0;
+        }
+        let Ok(mut limbo) = self.limbo.try_lock() else { return 0 };
+        let ripe = self.ripe();
+        let mut n = 0;
+        while let Some(&Retired { tier, size, frame, stamp }) = limbo.front() {
+            if stamp > ripe {
+                break;
+            }
+            limbo.pop_front();
+            n += 1;
+            let arena = &arenas[tier.as_usize()];
+            // A frame that wasn't allocated is counted by the arena; here it is out of limbo either way.
+            let _ = arena.release(size, frame);
+            self.bytes[tier.as_usize()].minus(arena.sizes()[size.as_usize()]);
+        }
+        self.waiting.minus(n as u64);
+        n
+    }
+
+    /// The stamp up to which frames are shown by nobody.
+    fn ripe(&self) -> u64 {
+        let high = self.high.plus(0) as usize;
+        (0..high)
+            .map(|slot| match self.batch(slot).plus(0) {
+                FREE | QUIET => u64::MAX,
+                word => word >> 2,
+            })
+            .min()
+            .unwrap_or(u64::MAX)
+    }
+
+    /// Bytes in limbo: allocated, belonging to no page.
+    pub fn bytes(&self, tier: Tier) -> u64 {
+        self.bytes[tier.as_usize()].get()
+    }
+
+    /// Frames in limbo.
+    pub fn len(&self) -> u64 {
+        self.waiting.get()
+    }
+
+    /// Whether nothing is in limbo.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A thread that died under the lock left the queue whole: every change of it is one call.
+fn lock<T>(mutex: &Mutex<T>) -> crate::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
