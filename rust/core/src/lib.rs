@@ -17,6 +17,8 @@
 //! | [`audit`] | proof that the books balance |
 #![forbid(unsafe_code)]
 
+pub mod hash;
+pub(crate) mod index;
 pub mod page;
 mod sync;
 pub mod word;
