@@ -22,6 +22,8 @@
 pub mod clock;
 pub mod event;
 pub mod frame;
+pub mod hash;
+pub(crate) mod index;
 pub mod page;
 pub mod pins;
 pub mod spec;
