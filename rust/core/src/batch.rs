@@ -21,8 +21,8 @@ use std::{collections::VecDeque, sync::Arc};
 use crate::{
     arrays::{Arrays, Shape},
     error::{Error, Refusal, Why},
+    frame::BatchSlot,
     pool::{Pool, Scratch},
-    quiesce::Member,
     sequence::{Body, Place, Sequence, try_lock},
     stats::Counter,
     sync::{Atom, Mutex},
@@ -119,7 +119,7 @@ pub(crate) struct Inner {
 pub(crate) struct Shared {
     pool: Arc<Pool>,
     shape: Shape,
-    member: Member,
+    member: BatchSlot,
     inner: Mutex<Inner>,
 }
 
@@ -255,12 +255,12 @@ impl Batch {
         }
         let _op = pool.enter(inner.lane);
         inner.plan(*shape, counts, budget)?;
-        member.stepped(&pool.quiescence);
+        let entered = pool.quiescence.enter(*member);
         inner.make_room(pool, *shape);
         inner.write(pool, *shape);
+        pool.quiescence.step(*member, entered);
         inner.remember();
-        pool.stats.add(inner.lane, Counter::Steps, 1);
-        pool.stats.add(inner.lane, Counter::TokensPlaced, u64::from(inner.step.num_tokens));
+        pool.stats.count(inner.lane, Counter::Steps, 1);
         Ok(seen(&inner.step))
     }
 
@@ -304,7 +304,7 @@ impl Batch {
         let _op = pool.enter(inner.lane);
         inner.commit(pool, sampled);
         if inner.outstanding.is_empty() {
-            member.quiesced(&pool.quiescence);
+            pool.quiescence.quiesce(*member);
         }
         Ok(())
     }
@@ -385,7 +385,7 @@ impl Drop for Shared {
         while let Some(record) = inner.outstanding.pop_front() {
             pool.let_go(inner.lane, &record.sources, &mut inner.scratch);
         }
-        pool.quiescence.unregister(member);
+        pool.quiescence.leave(*member);
     }
 }
 
@@ -552,7 +552,7 @@ impl Inner {
             if (end > hot.room[row] || hot.written[row] >= hot.trim[row]) && self.step.counts[row] > 0 {
                 let granted = self.make_row_room(pool, shape, row, self.step.counts[row]);
                 self.step.counts[row] = granted.unwrap_or_else(|refusal| {
-                    pool.stats.refused(self.lane, refusal.why);
+                    pool.count_refusal(self.lane, &refusal);
                     self.step.refused.push((row as u32, refusal));
                     0
                 });
@@ -644,7 +644,7 @@ impl Inner {
             pool.take(self.lane, tenant, group, 1, promise, &mut copy, &mut self.scratch)?;
             let frame = |page: PageRef| pool.pages.location(page.id).frame();
             self.step.copies.push(Copy { group, from: frame(page), to: frame(copy[0]) });
-            pool.stats.add(self.lane, Counter::CopiesOnWrite, 1);
+            pool.stats.count(self.lane, Counter::CopiesOnWrite, 1);
             self.scratch.sources.push(page);
             self.arrays.group(g).block_table[row * shape.pages + at] = frame(copy[0]).0 as i32;
             body.tables[g].pages[at] = copy[0];
@@ -764,7 +764,7 @@ impl Inner {
                 body.slots = hot.slots[row];
                 body.written = now;
                 body.count_hits(pool, self.lane);
-                body.publish(pool, self.lane);
+                body.publish(pool, self.lane, &mut self.scratch);
                 hot.publish[row] = body.next_publish(pool.spec.page_tokens());
             }
         }
@@ -772,7 +772,7 @@ impl Inner {
             pool.let_go(self.lane, &record.sources, &mut self.scratch);
             record.sources.clear();
         }
-        pool.stats.add(self.lane, Counter::TokensWritten, written);
+        pool.stats.count(self.lane, Counter::TokensWritten, written);
         self.spare.push(record);
     }
 

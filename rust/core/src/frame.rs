@@ -32,24 +32,10 @@ use std::fmt;
 pub use quiesce::{BatchSlot, Entered, Quiescence};
 
 use self::extents::{Extents, Tiling};
-use crate::word::{ExtentId, FrameId, Lane, PageId, SizeId};
-
-/// How a tier's bytes are cut: made by the spec.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct ArenaLayout {
-    /// Usable bytes.
-    pub bytes: u64,
-    /// What was asked for beyond that.
-    pub rounded_off: u64,
-    /// Bytes of an extent: a multiple of every size. With one size the last extent may be shorter.
-    pub extent_bytes: u64,
-    /// How many extents.
-    pub extents: u32,
-    /// The distinct frame sizes, in the order of their `SizeId`.
-    pub sizes: Vec<u64>,
-    /// Bytes at the start of extent 0 that are never given out.
-    pub reserved: u64,
-}
+use crate::{
+    spec::ArenaLayout,
+    word::{ExtentId, FrameId, Lane, PageId, SizeId},
+};
 
 /// Why a frame, an id or a batch was refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,10 +1,10 @@
 //! A page's life between its taking and its end: published, hit, let go. The order in which the rooms are visited, and
 //! why, stands at the head of pool.rs.
 //!
-//! Where a transition makes a page reclaimable (or the reverse), the ledger has to hear of it first, and whether it will
-//! happen is known only when the compare-exchange succeeds. So these operations carry a credit: the ledger is told in
-//! bulk what a first look at the words predicts, each transition that needs credit spends some, one that finds none asks
-//! for a page's worth, and what is left over goes back. Most calls touch the ledger twice, whatever the number of pages.
+//! A hit on a cached page needs room in the ledger before it happens, and whether it happens is known only when the
+//! compare-exchange succeeds. So a hit carries a credit: the ledger is asked in bulk for what a first look at the words
+//! predicts, each transition that needs credit spends some, one that finds none asks for a page's worth, and what is left
+//! over goes back. Most calls touch the ledger once or twice, whatever the number of pages.
 //!
 //! Callers: pool.rs, sequence.rs, batch.rs, face.rs.
 
@@ -18,7 +18,7 @@ use crate::{
     stats::Counter,
     word::{
         GroupId, Lane, PageId, PageRef, TenantId, Tier, Units,
-        page::{Dropped, PageWord, Shared},
+        page::{Dropped, Shared},
     },
 };
 
@@ -34,16 +34,16 @@ pub(crate) struct Names<'a> {
 }
 
 impl Pool {
-    fn tier_of(&self, id: PageId) -> Tier {
+    pub(crate) fn tier_of(&self, id: PageId) -> Tier {
         self.pages.location(id).tier().unwrap_or(Tier::Device)
     }
 
-    fn units_of(&self, id: PageId) -> u32 {
+    pub(crate) fn units_of(&self, id: PageId) -> u32 {
         self.spec.units(self.pages.location(id).class())
     }
 
     /// Make a page that the caller holds, written to the end, findable. `None`: it could not be listed, and stays private.
-    pub(crate) fn publish(&self, lane: Lane, page: PageRef, group: GroupId, names: &Names<'_>) -> Option<Seen> {
+    pub(crate) fn publish(&self, lane: Lane, page: PageRef, group: GroupId, names: &Names<'_>, proven: bool) -> Option<Seen> {
         let id = page.id;
         let payer = self.pages.payer(id);
         let (link, parent) = match names.parent {
@@ -59,7 +59,6 @@ impl Pool {
             crate::index::Wanted { key: names.key, scope: payer, parent: names.parent, tokens: names.tokens };
         let twin = self.index.lookup(&self.pages, &wanted, Some);
         let prefix = twin.map_or(page.to_bits(), |twin| twin.prefix);
-        let proven = self.orders.admit(payer, names.key);
         self.pages.set_names(id, names.key, link, prefix);
         if let Some(tokens) = names.tokens {
             self.pages.set_tokens(id, tokens);
@@ -71,10 +70,10 @@ impl Pool {
             if let Some(parent) = parent {
                 self.pages.remove_child(parent.id);
             }
-            self.stats.add(lane, Counter::PublishRefused, 1);
+            self.stats.count(lane, Counter::PublishRefused, 1);
             return None;
         }
-        self.stats.add(lane, Counter::PagesPublished, 1);
+        self.stats.count(lane, Counter::PagesPublished, 1);
         if twin.is_none() && self.events.is_on() {
             self.events.publish(Event::Stored {
                 key: names.key,
@@ -142,7 +141,7 @@ impl Pool {
             }
         }
         if refusal.is_some() {
-            self.stats.add(lane, Counter::HitsStoppedByClaim, 1);
+            self.stats.count(lane, Counter::LookupsStopped, 1);
         }
         (held, refusal)
     }
@@ -156,7 +155,7 @@ impl Pool {
             units if self.ledger.revive(tier, payer, Units(units)).is_ok() => units,
             _ => 0,
         };
-        let (mut revived, mut unpinned, mut n, mut refused) = (0, 0, 0, None);
+        let (mut unpinned, mut n, mut refused) = (0, 0, None);
         'pages: for page in run {
             let units = self.units_of(page.id);
             loop {
@@ -166,10 +165,7 @@ impl Pool {
                 match shared {
                     Ok(Shared::Held) => {}
                     Ok(Shared::Unparked) => unpinned += units,
-                    Ok(Shared::Revived) => {
-                        credit -= units;
-                        revived += units;
-                    }
+                    Ok(Shared::Revived) => credit -= units,
                     Err(word) if word.share(page.generation).is_some() => {
                         match self.ledger.revive(tier, payer, Units(units)) {
                             Ok(()) => {
@@ -189,13 +185,10 @@ impl Pool {
             n += 1;
         }
         if credit > 0 {
-            self.ledger.unrevive(tier, payer, Units(credit));
-        }
-        if revived > 0 {
-            self.ledger.revived(tier, payer, Units(revived));
+            self.ledger.park(tier, payer, Units(credit));
         }
         if unpinned > 0 {
-            self.ledger.unpinned(tier, payer, Units(unpinned));
+            self.ledger.from_pinned(tier, payer, Units(unpinned));
         }
         (n, refused)
     }
@@ -230,13 +223,9 @@ impl Pool {
             rest = later;
         }
         if stale > 0 {
-            self.stats.add(lane, Counter::StaleReferences, stale as u64);
+            self.stats.count(lane, Counter::StaleReferences, stale as u64);
         }
         stale
-    }
-
-    fn will_be_cached(word: PageWord) -> bool {
-        word.refs() == 1 && word.pins() == 0 && (word.is_indexed() || word.is_queued())
     }
 
     /// Pages of one payer and one class.
@@ -248,43 +237,23 @@ impl Pool {
         let units = self.spec.units(location.class());
         scratch.ids.clear();
         scratch.queue.clear();
-        let predicted = run.iter().filter(|p| Self::will_be_cached(self.pages.read(p.id))).count() as u32 * units;
-        let mut credit = predicted;
-        if credit > 0 {
-            self.ledger.parking(tier, payer, Units(credit));
-        }
         let (mut parked, mut pinned, mut stale) = (0, 0, 0);
         for page in run {
-            loop {
-                let dropped = self.pages.transit_with(page.id, |w| {
-                    if Self::will_be_cached(w) && credit < units { None } else { w.drop_ref(page.generation) }
-                });
-                match dropped {
-                    Ok(Dropped::Held) => {}
-                    Ok(Dropped::Pinned) => pinned += units,
-                    Ok(Dropped::Cached { enqueue }) => {
-                        credit -= units;
-                        parked += units;
-                        if enqueue {
-                            scratch.queue.push(page.id);
-                        }
+            match self.pages.transit_with(page.id, |w| w.drop_ref(page.generation)) {
+                Ok(Dropped::Held) => {}
+                Ok(Dropped::Pinned) => pinned += units,
+                Ok(Dropped::Cached { enqueue }) => {
+                    parked += units;
+                    if enqueue {
+                        scratch.queue.push(page.id);
                     }
-                    Ok(Dropped::Leaving) => scratch.ids.push(page.id),
-                    Err(word) if word.drop_ref(page.generation).is_some() => {
-                        self.ledger.parking(tier, payer, Units(units));
-                        credit += units;
-                        continue;
-                    }
-                    Err(_) => stale += 1,
                 }
-                break;
+                Ok(Dropped::Leaving) => scratch.ids.push(page.id),
+                Err(_) => stale += 1,
             }
         }
-        if credit > 0 {
-            self.ledger.unparking(tier, payer, Units(credit));
-        }
         if pinned > 0 {
-            self.ledger.pinned(tier, payer, Units(pinned));
+            self.ledger.to_pinned(tier, payer, Units(pinned));
         }
         if parked > 0 {
             self.ledger.park(tier, payer, Units(parked));
@@ -298,11 +267,12 @@ impl Pool {
                 scratch.frames.push(self.pages.location(id).frame());
                 self.retire(id);
             }
-            self.slots.release_many(&scratch.ids);
-            self.arena(tier).release_many(class.size, &scratch.frames);
+            // Both were taken with the pages.
+            let _ = self.slots.release_many(&scratch.ids);
+            let _ = self.arena(tier).release_many(class.size, &scratch.frames);
             let freed = scratch.ids.len() as u32 * units;
             self.ledger.discharge(tier, payer, lane, Units(freed));
-            self.stats.add(lane, Counter::PagesFreed, scratch.ids.len() as u64);
+            self.stats.count(lane, Counter::PagesReleased, scratch.ids.len() as u64);
         }
         stale
     }

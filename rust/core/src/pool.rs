@@ -7,9 +7,9 @@
 //! | --- | --- | --- |
 //! | take | charge, frames, ids, page words | charged bytes without a page |
 //! | let go (no key) | page word LEAVING, id, frame, discharge | the same |
-//! | let go (has a key) | cached tally up, page word cached, claim down, eviction order | bytes counted both as held and as cached |
-//! | hit | claim up, page word held, cached tally down | the same |
-//! | evict | page word LEAVING, index, parent's child count, id, frame, cached tally down | charged bytes without a page |
+//! | let go (has a key) | page word cached, held to cached in the ledger, eviction order | a cached page counted as held |
+//! | hit | cached to held in the ledger, page word held | the same |
+//! | evict | page word LEAVING, index, parent's child count, id, frame, cached bytes down | charged bytes without a page |
 //! | publish | names and tokens, parent's child count, page word INDEXED, index | a page with a key that nobody finds yet |
 //!
 //! So charged bytes are never less than the bytes of allocated frames, and what is reclaimable is never promised twice.
@@ -23,21 +23,20 @@
 use crate::{
     clock::Clock,
     error::{Error, Refusal, Why},
-    event::{Event, Events},
-    evict::Orders,
-    frame::{Arena, Slots},
+    event::Events,
+    evict::{NODES_PER_TENANT, Orders},
+    frame::{Arena, Quiescence, Slots},
     hash::{ChainKey, Hasher, Secret},
     index::Index,
-    ledger::{Ledger, Refused, RefusedBy},
-    page::{Link, MAX_TENANTS, Pages},
+    ledger::{self, Ledger, Refused},
+    page::{MAX_TENANTS, Pages},
     pins::Pins,
-    quiesce::Quiescence,
-    spec::{ArenaLayout, Spec},
-    stats::{Counter, Stats},
-    sync::{Atom, AtomicU32, AtomicU64},
+    spec::{ArenaLayout, GroupKind, Spec},
+    stats::{Counter, Stats, TenantCounter},
+    sync::{Atom, AtomicU32, AtomicU64, Words},
     word::{
         ClassId, FrameId, GroupId, LANES, Lane, PageId, PageRef, TIERS, TenantId, Tier, Units,
-        page::{Dropped, Location, Shared},
+        page::Location,
     },
 };
 
@@ -74,8 +73,10 @@ pub(crate) struct GroupInfo {
 pub struct Pool {
     pub(crate) spec: Spec,
     pub(crate) groups: Vec<GroupInfo>,
-    pub(crate) layouts: [Option<ArenaLayout>; TIERS],
-    pub(crate) arenas: [Option<Arena>; TIERS],
+    /// A bit for each group that is a fixed state.
+    states: u64,
+    pub(crate) layouts: [ArenaLayout; TIERS],
+    pub(crate) arenas: [Arena; TIERS],
     pub(crate) slots: Slots,
     pub(crate) pages: Pages,
     pub(crate) hasher: Hasher,
@@ -97,7 +98,7 @@ pub struct Pool {
     lanes: AtomicU64,
     closed: AtomicU32,
     /// Per lane a cache line: operations entered, operations left.
-    ops: Words,
+    pub(crate) ops: Words,
 }
 
 /// Lists that operations use again and again, so that the hot paths don't allocate.
@@ -107,6 +108,7 @@ pub(crate) struct Scratch {
     pub(crate) ids: Vec<PageId>,
     pub(crate) queue: Vec<PageId>,
     pub(crate) reversed: Vec<PageRef>,
+    pub(crate) keys: Vec<ChainKey>,
     /// Sources of copies that the step in progress asked for.
     pub(crate) sources: Vec<PageRef>,
 }
@@ -133,29 +135,26 @@ impl Pool {
     /// Sizes that hold no page, or too many; no entropy for the secret.
     pub fn new(spec: Spec, options: &Options) -> Result<Self, Error> {
         let argument = |e: &dyn std::fmt::Display| Error::Argument(e.to_string());
-        if options.max_tenants == 0 || options.max_tenants > MAX_TENANTS {
+        if options.max_tenants == 0 || options.max_tenants >= MAX_TENANTS {
             return Err(Error::Argument(format!(
-                "max_tenants is {}; it must be between 1 and {MAX_TENANTS}",
-                options.max_tenants
+                "max_tenants is {}; it must be between 1 and {}",
+                options.max_tenants,
+                MAX_TENANTS - 1
             )));
         }
         let device = spec.arena(options.device_bytes).map_err(|e| argument(&e))?;
         let host = match options.host_bytes {
-            0 => None,
-            bytes => Some(spec.arena(bytes).map_err(|e| argument(&e))?),
+            0 => ArenaLayout { bytes: 0, rounded_off: 0, extents: 0, reserved: 0, ..device.clone() },
+            bytes => spec.arena(bytes).map_err(|e| argument(&e))?,
         };
-        let layouts = [Some(device), host];
+        let layouts = [device, host];
         let smallest = spec.sizes().iter().copied().min().unwrap_or(1);
         let mut pages = 0u64;
         let mut capacity = [Units(0); TIERS];
-        for tier in Tier::ALL {
-            if let Some(layout) = &layouts[tier.as_usize()] {
-                pages += layout.bytes / smallest;
-                let units = (layout.bytes - layout.reserved) / spec.unit();
-                capacity[tier.as_usize()] = Units(u32::try_from(units).map_err(|_| {
-                    Error::Argument(format!("{} bytes are {units} units; at most {} fit", layout.bytes, u32::MAX))
-                })?);
-            }
+        for (layout, capacity) in layouts.iter().zip(&mut capacity) {
+            pages += layout.bytes / smallest;
+            // The spec has refused arenas of more than 2^32 units.
+            *capacity = Units(((layout.bytes - layout.reserved) / spec.unit()) as u32);
         }
         let pages = u32::try_from(pages).ok().filter(|&p| p < 1 << 31).ok_or_else(|| {
             Error::Argument(format!("{pages} pages; a pool holds at most {}: use larger pages", (1u32 << 31) - 1))
@@ -171,14 +170,14 @@ impl Pool {
             Some(secret) => secret,
             None => Secret::random().map_err(|e| argument(&e))?,
         };
-        let max_tenants = options.max_tenants.saturating_add(1); // the root
+        let max_tenants = options.max_tenants + 1; // the root
         Ok(Self {
             slots: Slots::new(pages),
-            pages: Pages::new(pages, Orders::nodes(max_tenants), spec.page_tokens()),
+            pages: Pages::new(pages, max_tenants * NODES_PER_TENANT, spec.page_tokens()),
             hasher: Hasher::new(secret, options.force_collisions),
             index: Index::new(pages),
             orders: Orders::new(max_tenants, pages),
-            ledger: Ledger::new(capacity, max_tenants, Units(largest.saturating_mul(64))),
+            ledger: Ledger::new(capacity, options.max_tenants, Units(largest.saturating_mul(64))).map_err(|e| argument(&e))?,
             events: Events::new(options.events),
             stats: Stats::new(max_tenants),
             clock: if options.manual_clock { Clock::manual() } else { Clock::system() },
@@ -191,8 +190,9 @@ impl Pool {
             lanes: AtomicU64::new(0),
             closed: AtomicU32::new(0),
             ops: Words::zeroed(LANES * 8),
-            arenas: [layouts[0].as_ref().map(Arena::new), layouts[1].as_ref().map(Arena::new)],
+            arenas: [Arena::new(&layouts[0]), Arena::new(&layouts[1])],
             layouts,
+            states: spec.groups().iter().enumerate().map(|(g, group)| u64::from(group.kind == GroupKind::State) << g).sum(),
             groups,
             spec,
         })
@@ -215,21 +215,6 @@ impl Pool {
         Op { left: &self.ops[lane.as_usize() * 8 + 1] }
     }
 
-    /// Operations entered so far if none is in progress.
-    pub(crate) fn standing_still(&self) -> Option<u64> {
-        let mut sum = 0u64;
-        for lane in 0..LANES {
-            // Left first: an operation that enters between the two reads shows as one in progress.
-            let left = self.ops[lane * 8 + 1].get();
-            let entered = self.ops[lane * 8].get();
-            if left != entered {
-                return None;
-            }
-            sum = sum.wrapping_add(entered);
-        }
-        Some(sum)
-    }
-
     /// Refuse every new operation.
     pub fn close(&self) {
         self.closed.put(1);
@@ -244,24 +229,39 @@ impl Pool {
         if self.is_closed() { Err(Error::Closed("the pool")) } else { Ok(()) }
     }
 
-    #[inline]
-    fn device(&self) -> &Arena {
-        self.arenas[0].as_ref().expect("every pool has a device arena")
+    pub(crate) fn arena(&self, tier: Tier) -> &Arena {
+        &self.arenas[tier.as_usize()]
     }
 
-    fn arena(&self, tier: Tier) -> &Arena {
-        self.arenas[tier.as_usize()].as_ref().expect("a page lies only in a tier that exists")
+    pub(crate) fn is_state(&self, group: GroupId) -> bool {
+        self.states & 1 << group.0 != 0
+    }
+
+    pub(crate) fn check_tenant(&self, tenant: TenantId) -> Result<(), Error> {
+        match tenant.0 > 0 && self.ledger.is_live(tenant) {
+            true => Ok(()),
+            false => Err(Error::UnknownTenant(tenant.to_string())),
+        }
+    }
+
+    pub(crate) fn check_group(&self, group: GroupId) -> Result<(), Error> {
+        let groups = self.groups.len();
+        if group.as_usize() < groups { Ok(()) } else { Err(Error::NoGroup { group, groups }) }
+    }
+
+    pub(crate) fn weights_epoch_now(&self) -> u64 {
+        self.weights_epoch.get()
     }
 
     pub(crate) fn bytes(&self, units: u32) -> u64 {
         u64::from(units) * self.spec.unit()
     }
 
-    fn refusal(&self, refused: Refused) -> Refusal {
+    pub(crate) fn refusal(&self, refused: Refused) -> Refusal {
         Refusal {
             why: match refused.why {
-                RefusedBy::Limit => Why::Limit,
-                RefusedBy::Claim => Why::Claim,
+                ledger::Why::Limit => Why::Limit,
+                _ => Why::Claim,
             },
             tier: refused.tier,
             tenant: refused.tenant,
@@ -273,18 +273,18 @@ impl Pool {
 
     /// Charge, taking the cached pages under a limit that is in the way.
     fn charge(&self, lane: Lane, payer: TenantId, units: u32) -> Result<(), Refusal> {
-        self.pay(payer, || self.ledger.charge(Tier::Device, payer, lane, Units(units)))
+        self.pay(lane, payer, || self.ledger.charge(Tier::Device, payer, lane, Units(units)))
     }
 
     /// Promise `units` to a sequence of `payer`, taking cached pages under a limit that is in the way.
     pub(crate) fn promise(&self, lane: Lane, payer: TenantId, units: u32) -> Result<(), Refusal> {
-        self.pay(payer, || self.ledger.promise(Tier::Device, payer, lane, Units(units)))
+        self.pay(lane, payer, || self.ledger.promise(Tier::Device, payer, lane, Units(units)))
     }
 
-    fn pay(&self, payer: TenantId, mut attempt: impl FnMut() -> Result<(), Refused>) -> Result<(), Refusal> {
+    fn pay(&self, lane: Lane, payer: TenantId, mut attempt: impl FnMut() -> Result<(), Refused>) -> Result<(), Refusal> {
         loop {
             let Err(refused) = attempt() else { return Ok(()) };
-            if refused.why == RefusedBy::Claim {
+            if refused.why != ledger::Why::Limit {
                 return Err(self.refusal(refused));
             }
             // At a limit the cached pages below it go first, the tenant's own before its neighbours'.
@@ -292,8 +292,8 @@ impl Pool {
             let mut evicted = false;
             while missing > 0 {
                 let Some(units) = self
-                    .evict_of(payer)
-                    .or_else(|| self.worst_within(refused.level).and_then(|t| self.evict_of(t)))
+                    .evict_of(lane, payer, payer)
+                    .or_else(|| self.worst_within(refused.level).and_then(|t| self.evict_of(lane, t, payer)))
                 else {
                     break;
                 };
@@ -333,7 +333,7 @@ impl Pool {
         }
         if let Err(refusal) = self.claim_frames(lane, payer, class, n, &mut scratch.frames) {
             if promised > 0 {
-                self.ledger.return_promised(Tier::Device, payer, lane, Units(promised));
+                self.ledger.discharge_promised(Tier::Device, payer, lane, Units(promised));
             }
             if promised < total {
                 self.ledger.discharge(Tier::Device, payer, lane, Units(total - promised));
@@ -355,7 +355,7 @@ impl Pool {
                 out.push(PageRef { id, generation: word.generation() });
             }
         }
-        self.stats.add(lane, Counter::PagesTaken, n as u64);
+        self.stats.count(lane, Counter::PagesAllocated, n as u64);
         Ok(())
     }
 
@@ -369,11 +369,11 @@ impl Pool {
         frames: &mut Vec<FrameId>,
     ) -> Result<(), Refusal> {
         let size = self.spec.classes()[class.as_usize()].size;
-        let arena = self.device();
+        let arena = self.arena(Tier::Device);
         frames.clear();
         let mut got = arena.claim(size, lane, n, frames);
         while got < n {
-            let evicted = self.evict(n - got);
+            let evicted = self.evict(lane, payer, n - got);
             if evicted == 0 && self.quiescence.drain(&self.arenas) == 0 {
                 break;
             }
@@ -382,7 +382,8 @@ impl Pool {
         if got == n {
             return Ok(());
         }
-        arena.release_many(size, frames);
+        // They were claimed a moment ago.
+        let _ = arena.release_many(size, frames);
         frames.clear();
         let page = self.spec.sizes()[size.as_usize()];
         let (asked, room) = (n as u64 * page, arena.free_bytes());
@@ -391,22 +392,22 @@ impl Pool {
     }
 
     /// Evict up to `n` cached pages: of the tenants most over their claim first. How many were.
-    fn evict(&self, n: usize) -> usize {
+    fn evict(&self, lane: Lane, asker: TenantId, n: usize) -> usize {
         let mut evicted = 0;
         while evicted < n {
             let hint = self.victim.peek();
             let (tenant, holds) = (TenantId(hint as u32), hint >> 32);
-            if holds > 0 && self.evict_of(tenant).is_some() {
+            if holds > 0 && self.evict_of(lane, tenant, asker).is_some() {
                 self.victim.put((holds - 1) << 32 | u64::from(tenant.0));
                 evicted += 1;
                 continue;
             }
             let Some(worst) = self.worst_within(TenantId(0)) else { break };
-            if self.evict_of(worst).is_some() {
+            if self.evict_of(lane, worst, asker).is_some() {
                 self.victim.put(CHOICE_HOLDS << 32 | u64::from(worst.0));
             } else {
                 // Its cached pages are on their way (being parked, revived or moved): look at everybody once.
-                let Some(_) = (0..self.ledger.len()).find_map(|t| self.evict_of(TenantId(t))) else { break };
+                let Some(_) = (0..=self.ledger.top()).find_map(|t| self.evict_of(lane, TenantId(t), asker)) else { break };
             }
             evicted += 1;
         }
@@ -415,13 +416,38 @@ impl Pool {
 
     /// The tenant in the subtree of `level` that should give back a cached page first.
     fn worst_within(&self, level: TenantId) -> Option<TenantId> {
-        self.ledger.worst_within(Tier::Device, level)
+        self.ledger.worst(Tier::Device, level, |_| false)
     }
 
-    /// Evict one cached page of `tenant`: its units, if there was one.
-    fn evict_of(&self, tenant: TenantId) -> Option<u32> {
-        let id = self.orders.victim(&self.pages, tenant, self.clock.now())?;
+    /// Evict one cached page of `tenant` for `asker`: its units, if there was one.
+    fn evict_of(&self, lane: Lane, tenant: TenantId, asker: TenantId) -> Option<u32> {
+        let id = self.orders.victim(&self.pages, tenant, self.ticks())?;
+        self.stats.count_for(tenant, TenantCounter::Evicted, 1);
+        if tenant == asker {
+            self.stats.count(lane, Counter::EvictedOwn, 1);
+        } else {
+            self.stats.count(lane, Counter::EvictedForeign, 1);
+            self.stats.count_for(tenant, TenantCounter::EvictedByOthers, 1);
+        }
         Some(self.expel(id))
+    }
+
+    /// The pool's time as the eviction orders count it: protection ends to the second.
+    pub(crate) fn ticks(&self) -> u64 {
+        self.clock.now_ms() / 1000
+    }
+
+    /// A refusal that somebody gets to see.
+    pub(crate) fn count_refusal(&self, lane: Lane, refusal: &Refusal) {
+        let counter = match refusal.why {
+            Why::Limit => Counter::RefusedLimit,
+            Why::Claim => Counter::RefusedClaim,
+            Why::Frames => Counter::RefusedFrames,
+            Why::Fragmented => Counter::RefusedFragmented,
+            Why::Row | Why::Budget => return,
+        };
+        self.stats.count(lane, counter, 1);
+        self.stats.count_for(refusal.tenant, TenantCounter::Refused, 1);
     }
 
     /// Take a page that is LEAVING and was cached out of the books: its units.
@@ -432,14 +458,14 @@ impl Pool {
         let class = &self.spec.classes()[location.class().as_usize()];
         let units = self.spec.units(location.class());
         if self.pages.read(id).is_indexed() {
-            self.unindex(id, payer, class.group);
+            self.unindex(id, class.group);
         }
         self.retire(id);
-        self.slots.release(id);
+        // The id was taken with the page.
+        let _ = self.slots.release(id);
         // The frame was taken with the page, so this can't be a second free: the arena would count it.
         let _ = self.arena(tier).release(class.size, location.frame());
         self.ledger.drop_cached(tier, payer, Units(units));
-        self.stats.evicted(payer);
         units
     }
 

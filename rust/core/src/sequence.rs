@@ -29,14 +29,15 @@ use std::sync::{Arc, Weak};
 use crate::{
     batch::Shared as BatchShared,
     error::{Error, Refusal},
+    evict::Protection,
     hash::{ChainKey, Context},
     index::Parent,
     life::Names,
     pool::{Pool, Scratch},
     prefix::{Hit, Prompt, Range, scope_at},
     spec::GroupKind,
-    stats::Counter,
-    sync::{Atom, AtomicU32, Mutex, MutexGuard},
+    stats::Lookup,
+    sync::{AtomicU32, Mutex, MutexGuard},
     word::{GroupId, Lane, PageRef, TenantId, Tier, Units},
 };
 
@@ -107,7 +108,7 @@ pub(crate) struct Body {
     /// The most tokens it was admitted for; 0: no bound of its own.
     pub(crate) admitted: u32,
     counted: bool,
-    protection: u16,
+    protection: Protection,
 }
 
 /// Where a body is.
@@ -125,7 +126,7 @@ pub struct Sequence {
     pub(crate) place: Mutex<Place>,
     /// Its row while it stands in a batch; kept by the batch.
     pub(crate) row: AtomicU32,
-    tenant: TenantId,
+    pub(crate) tenant: TenantId,
 }
 
 /// What a sequence counts.
@@ -173,7 +174,7 @@ impl Pool {
                     open.max_new_tokens
                 ))
             })?;
-        self.ledger.check(tenant).map_err(|e| Error::Tenant(e.to_string()))?;
+        self.check_tenant(tenant)?;
         let mut ranges = self.ranges(tenant, open)?;
         let lane = self.next_lane();
         let _op = self.enter(lane);
@@ -185,7 +186,7 @@ impl Pool {
             adapter: open.adapter,
             adapter_generation: open.adapter_generation,
             extra_key: open.extra_key,
-            weights: self.weights_epoch.get(),
+            weights: self.weights_epoch_now(),
         });
         let prompt = Prompt { tenant, tokens: open.tokens, root };
         let asked = ranges.clone();
@@ -193,30 +194,31 @@ impl Pool {
         self.settle_ranges(tenant, &mut ranges, &hit);
         let mut body = Body::new(tenant, lane, open, root, ranges, hit, self);
         body.fallbacks = fallbacks(&asked, &body.ranges, tenant);
-        body.protection = crate::evict::protection(open.protection, open.protection_ms, self.clock.now());
+        body.protection = self.protection(open);
         body.tokens.reserve(open.max_new_tokens as usize);
         if open.admit
             && let Err(refusal) = body.reserve(self, total)
         {
             body.release_all(self, &mut scratch);
+            self.count_refusal(lane, &refusal);
             return Err(refusal.into());
         }
         body.admitted = if open.max_new_tokens > 0 { total } else { 0 };
-        self.stats.add(lane, Counter::SequencesOpened, 1);
-        Ok(Arc::new(Sequence {
-            pool: Arc::clone(self),
-            place: Mutex::new(Place::Idle(Box::new(body))),
-            row: AtomicU32::new(u32::MAX),
-            tenant,
-        }))
+        Ok(Sequence::handle(self, body))
+    }
+
+    fn protection(&self, open: &Open<'_>) -> Protection {
+        let level = u16::from(open.protection.min(100)).div_ceil(7).min(Protection::MAX_LEVEL);
+        let until = (open.protection_ms > 0).then(|| (self.clock.now_ms() + open.protection_ms).div_ceil(1000));
+        if level == 0 { Protection::default() } else { Protection::new(level, until) }
     }
 
     fn ranges(&self, tenant: TenantId, open: &Open<'_>) -> Result<Vec<Range>, Error> {
         let mut end = 0u32;
         let mut ranges = Vec::with_capacity(open.share.len());
         for &(scope, tokens) in open.share {
-            self.ledger.check(scope).map_err(|e| Error::Tenant(e.to_string()))?;
-            if !self.ledger.is_within(tenant, scope) {
+            self.check_tenant(scope)?;
+            if !self.ledger.is_under(tenant, scope) {
                 return Err(Error::Tenant(format!(
                     "a prompt of {:?} can be shared under {:?} only if that is the tenant itself or a level above it",
                     self.ledger.name(tenant),
@@ -316,7 +318,7 @@ impl Body {
             shared_tail: state_hit,
             admitted: 0,
             counted: false,
-            protection: 0,
+            protection: Protection::default(),
         }
     }
 
@@ -488,55 +490,76 @@ impl Body {
     }
 
     /// Publish the pages that are full, written and known.
-    pub(crate) fn publish(&mut self, pool: &Pool, lane: Lane) {
+    pub(crate) fn publish(&mut self, pool: &Pool, lane: Lane, scratch: &mut Scratch) {
         let page_tokens = pool.spec.page_tokens();
         let end = self.written.min(self.known()) / page_tokens;
-        let anchor = pool.spec.anchor();
-        while self.published < end {
-            let Some(parent) = self.parent else { return };
-            let page = self.published;
-            let scope = self.payer(page_tokens, page);
-            let tokens = &self.tokens[page as usize * page_tokens as usize..][..page_tokens as usize];
-            let key = pool.hasher.page(scope, *self.keys.last().unwrap_or(&self.root), tokens);
-            let names = |group, parent| Names {
-                key: pool.hasher.index_key(key, group),
-                parent,
-                tokens: Some(tokens),
-            };
-            let mut next = Parent::Digest(pool.hasher.digest(key));
-            let mut others = parent;
-            if let Some(group) = anchor {
-                let at = self.tables[group.as_usize()].pages[page as usize];
-                match pool.publish(lane, at, group, &names(group, parent)) {
-                    Some(seen) => (next, others) = (seen.as_parent(), seen.as_parent()),
-                    None => {
-                        self.parent = None;
-                        return;
-                    }
+        let first_group = pool.spec.anchor().unwrap_or(GroupId(0));
+        let mut keys = std::mem::take(&mut scratch.keys);
+        while self.published < end && self.parent.is_some() {
+            let start = self.published;
+            let scope = self.payer(page_tokens, start);
+            keys.clear();
+            let mut key = *self.keys.last().unwrap_or(&self.root);
+            for page in (start..end).take_while(|&page| self.payer(page_tokens, page) == scope) {
+                key = pool.hasher.page(scope, key, self.page(page_tokens, page));
+                keys.push(key);
+            }
+            // What left the cache not long ago and is written again counts as proven, the run judged as one.
+            let proven = pool.orders.recall(scope, keys.iter().map(|&key| pool.hasher.index_key(key, first_group)));
+            for (nth, &key) in keys.iter().enumerate() {
+                if !self.publish_page(pool, lane, key, nth < proven) {
+                    break;
                 }
+            }
+        }
+        scratch.keys = keys;
+    }
+
+    fn page(&self, page_tokens: u32, page: u32) -> &[u32] {
+        &self.tokens[page as usize * page_tokens as usize..][..page_tokens as usize]
+    }
+
+    /// Publish the next page in every group; `false`: the chain ends here.
+    fn publish_page(&mut self, pool: &Pool, lane: Lane, key: ChainKey, proven: bool) -> bool {
+        let Some(parent) = self.parent else { return false };
+        let page = self.published;
+        let tokens = self.page(pool.spec.page_tokens(), page);
+        let names = |group, parent| Names { key: pool.hasher.index_key(key, group), parent, tokens: Some(tokens) };
+        let anchor = pool.spec.anchor();
+        let mut next = Parent::Digest(pool.hasher.digest(key));
+        let mut others = parent;
+        if let Some(group) = anchor {
+            let at = self.tables[group.as_usize()].pages[page as usize];
+            match pool.publish(lane, at, group, &names(group, parent), proven) {
+                Some(seen) => (next, others) = (seen.as_parent(), seen.as_parent()),
+                None => {
+                    self.parent = None;
+                    return false;
+                }
+            }
+            self.protect(pool, at);
+        }
+        for g in (0..self.tables.len()).map(|g| GroupId(g as u8)) {
+            let table = &self.tables[g.as_usize()];
+            if Some(g) != anchor && !pool.is_state(g) && page >= table.start {
+                let at = table.pages[page as usize];
+                // What can't be listed costs later hits, nothing else.
+                let _ = pool.publish(lane, at, g, &names(g, others), proven);
                 self.protect(pool, at);
             }
-            for g in (0..self.tables.len()).map(|g| GroupId(g as u8)) {
-                let table = &self.tables[g.as_usize()];
-                if Some(g) != anchor && !pool.is_state(g) && page >= table.start {
-                    let at = table.pages[page as usize];
-                    // What can't be listed costs later hits, nothing else.
-                    let _ = pool.publish(lane, at, g, &names(g, others));
-                    self.protect(pool, at);
-                }
-            }
-            self.parent = Some(next);
-            if self.keys.len() == KEPT_KEYS {
-                self.keys.remove(0);
-            }
-            self.keys.push(key);
-            self.published += 1;
         }
+        self.parent = Some(next);
+        if self.keys.len() == KEPT_KEYS {
+            self.keys.remove(0);
+        }
+        self.keys.push(key);
+        self.published += 1;
+        true
     }
 
     fn protect(&self, pool: &Pool, page: PageRef) {
-        if self.protection != 0 {
-            pool.pages.set_protection(page.id, self.protection);
+        if self.protection != Protection::default() {
+            pool.pages.set_protection(page.id, self.protection.0);
         }
     }
 
@@ -554,7 +577,7 @@ impl Body {
             let Some(&page) = self.tables[g.as_usize()].pages.first() else { continue };
             if !pool.pages.read(page.id).is_indexed() {
                 let names = Names { key: pool.hasher.index_key(key, g), parent, tokens: Some(tokens) };
-                kept |= pool.publish(lane, page, g, &names).is_some();
+                kept |= pool.publish(lane, page, g, &names, false).is_some();
                 self.shared_tail = true;
             }
         }
@@ -565,7 +588,8 @@ impl Body {
     pub(crate) fn count_hits(&mut self, pool: &Pool, lane: Lane) {
         if !self.counted {
             self.counted = true;
-            pool.stats.queried(lane, self.tenant, u64::from(self.prompt), u64::from(self.cached));
+            let mut lookup = Lookup::new(self.prompt, self.cached, false);
+            pool.stats.count_lookup(lane, self.tenant, &mut lookup);
         }
     }
 
