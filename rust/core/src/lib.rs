@@ -17,6 +17,7 @@
 //! | [`audit`] | proof that the books balance |
 #![forbid(unsafe_code)]
 
+pub mod ledger;
 pub mod page;
 mod sync;
 pub mod word;
