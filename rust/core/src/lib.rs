@@ -24,6 +24,7 @@ pub mod event;
 pub mod frame;
 pub mod hash;
 pub(crate) mod index;
+pub mod ledger;
 pub mod page;
 pub mod pins;
 pub mod spec;
