@@ -17,8 +17,11 @@
 //! | [`audit`] | proof that the books balance |
 #![forbid(unsafe_code)]
 
+mod evict;
 pub mod hash;
 pub(crate) mod index;
+#[cfg(feature = "measure")]
+pub mod measure;
 pub mod page;
 mod sync;
 pub mod word;
