@@ -18,13 +18,16 @@
 //! | [`audit`] | proof that the books balance |
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "measure")]
 #[doc(hidden)]
 pub mod clock;
 pub mod event;
+mod evict;
 pub mod frame;
 pub mod hash;
 pub(crate) mod index;
 pub mod ledger;
+pub mod measure;
 pub mod page;
 pub mod pins;
 pub mod spec;
