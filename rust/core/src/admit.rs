@@ -71,18 +71,24 @@ impl Pool {
     ///
     /// # Errors
     /// An empty or absurdly long prompt, no such tenant.
-    pub fn admit(&self, tenant: TenantId, tokens: &[u32], length: u32, max_new: u32) -> Result<Admission, Error> {
+    pub fn admit(
+        &self,
+        tenant: TenantId,
+        tokens: &[u32],
+        length: u32,
+        max_new: u32,
+    ) -> Result<Admission, Error> {
         self.check_open()?;
         self.check_tenant(tenant)?;
         let total = length
             .checked_add(max_new)
             .filter(|&n| length > 0 && n <= crate::sequence::MAX_TOKENS)
             .ok_or_else(|| {
-                Error::Argument(format!(
-                    "a prompt of {length} tokens and {max_new} new ones; it needs at least 1 and has at most {}",
-                    crate::sequence::MAX_TOKENS
-                ))
-            })?;
+            Error::Argument(format!(
+                "a prompt of {length} tokens and {max_new} new ones; it needs at least 1 and has at most {}",
+                crate::sequence::MAX_TOKENS
+            ))
+        })?;
         let all = self.need(total);
         let shared: u64 = if tokens.is_empty() {
             0

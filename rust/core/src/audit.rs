@@ -60,7 +60,10 @@ pub struct Balance {
 impl Balance {
     /// `free + held + cached + pinned + in flight - capacity`; 0 when the books balance.
     pub fn excess(&self) -> i128 {
-        let sum = [self.free, self.held, self.cached, self.pinned, self.in_flight].map(i128::from).iter().sum::<i128>();
+        let sum = [self.free, self.held, self.cached, self.pinned, self.in_flight]
+            .map(i128::from)
+            .iter()
+            .sum::<i128>();
         sum - i128::from(self.capacity)
     }
 }
@@ -282,7 +285,10 @@ impl<'a> Audit<'a> {
         for tier in Tier::ALL {
             let excess = self.balance[tier.as_usize()].excess();
             if excess != 0 {
-                let text = format!("{tier:?}: the parts differ from the capacity by {excess} bytes: {:?}", self.balance[tier.as_usize()]);
+                let text = format!(
+                    "{tier:?}: the parts differ from the capacity by {excess} bytes: {:?}",
+                    self.balance[tier.as_usize()]
+                );
                 self.find(None, text);
             }
             for tenant in (0..=pool.ledger.top()).map(TenantId) {
@@ -297,7 +303,10 @@ impl<'a> Audit<'a> {
                     self.find(None, text);
                 }
                 if usage.missing.0 != 0 {
-                    self.find(None, format!("{tier:?}, {tenant}: {} units were given back twice", usage.missing.0));
+                    self.find(
+                        None,
+                        format!("{tier:?}, {tenant}: {} units were given back twice", usage.missing.0),
+                    );
                 }
             }
         }

@@ -156,7 +156,9 @@ impl Batch {
             shown: 0,
             moves: pool.moves.get(),
         };
-        Ok(Self { shared: Arc::new(Shared { pool: Arc::clone(pool), shape, member, inner: Mutex::new(inner) }) })
+        Ok(Self {
+            shared: Arc::new(Shared { pool: Arc::clone(pool), shape, member, inner: Mutex::new(inner) }),
+        })
     }
 
     /// The pool.
@@ -193,7 +195,9 @@ impl Batch {
         match &*place {
             Place::Closed => return Err(Error::Closed("the sequence")),
             Place::Batched(at) if at.strong_count() > 0 => {
-                return Err(Error::Argument("the sequence has a row in a batch already; remove it there first".into()));
+                return Err(Error::Argument(
+                    "the sequence has a row in a batch already; remove it there first".into(),
+                ));
             }
             Place::Idle(body) if body.known().max(body.slots) > shape.tokens => {
                 return Err(Error::Argument(format!(
@@ -251,7 +255,9 @@ impl Batch {
         let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
         pool.check_open()?;
         if inner.outstanding.len() == MAX_OUTSTANDING {
-            return Err(Error::Argument(format!("{MAX_OUTSTANDING} steps wait for their commit; commit first")));
+            return Err(Error::Argument(format!(
+                "{MAX_OUTSTANDING} steps wait for their commit; commit first"
+            )));
         }
         let _op = pool.enter(inner.lane);
         inner.plan(*shape, counts, budget)?;
@@ -504,26 +510,37 @@ impl Inner {
                 return Err(Error::Argument(format!("{} counts for {rows} rows", counts.len())));
             }
             if let Some((row, &count)) = counts.iter().enumerate().find(|(_, c)| **c < 0) {
-                return Err(Error::Argument(format!("the count of row {row} is {count}; it must not be negative")));
+                return Err(Error::Argument(format!(
+                    "the count of row {row} is {count}; it must not be negative"
+                )));
             }
             let total: u64 = counts.iter().map(|&c| u64::from(c.unsigned_abs())).sum();
             let most = budget.map_or(shape.step, |b| b.min(shape.step));
             if total > u64::from(most) {
-                return Err(Error::Argument(format!("the counts sum to {total}; this step shows at most {most} tokens")));
+                return Err(Error::Argument(format!(
+                    "the counts sum to {total}; this step shows at most {most} tokens"
+                )));
             }
             plan.clear();
             plan.extend(counts.iter().map(|&c| c.unsigned_abs()));
             return Ok(());
         }
         plan.clear();
-        plan.extend(self.hot.known.iter().zip(&self.hot.slots).map(|(&known, &slots)| known.saturating_sub(slots).max(1)));
+        plan.extend(
+            self.hot
+                .known
+                .iter()
+                .zip(&self.hot.slots)
+                .map(|(&known, &slots)| known.saturating_sub(slots).max(1)),
+        );
         let most = budget.map_or(shape.step, |b| b.min(shape.step));
         let total: u64 = plan.iter().map(|&c| u64::from(c)).sum();
         if total > u64::from(most) {
             // Rows that decode first, then as much of the prompts as fits, in the order of the rows.
             let mut left = most;
             for decoding in [true, false] {
-                for (count, (known, slots)) in plan.iter_mut().zip(self.hot.known.iter().zip(&self.hot.slots)) {
+                for (count, (known, slots)) in plan.iter_mut().zip(self.hot.known.iter().zip(&self.hot.slots))
+                {
                     if (known.saturating_sub(*slots) <= 1) == decoding {
                         *count = (*count).min(left);
                         left -= *count;
@@ -567,7 +584,8 @@ impl Inner {
         self.sync_out(row);
         let slots = self.hot.slots[row];
         let tenant = self.rows[row].body.tenant;
-        let tokens = |why, asked, room| Refusal { why, tier: Tier::Device, tenant, level: tenant, asked, room };
+        let tokens =
+            |why, asked, room| Refusal { why, tier: Tier::Device, tenant, level: tenant, asked, room };
         if slots >= shape.tokens {
             return Err(tokens(Why::Row, u64::from(slots) + u64::from(count), u64::from(shape.tokens)));
         }
@@ -682,7 +700,8 @@ impl Inner {
                     for run in chunks_at_edges(mine, first, page_tokens) {
                         let page = pages[(position / page_tokens) as usize];
                         let frame = pool.pages.location(page.id).frame();
-                        let start = i64::from(frame.0) * i64::from(page_tokens) + i64::from(position % page_tokens);
+                        let start =
+                            i64::from(frame.0) * i64::from(page_tokens) + i64::from(position % page_tokens);
                         for (slot, value) in run.iter_mut().zip(start..) {
                             *slot = value;
                         }

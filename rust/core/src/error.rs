@@ -47,13 +47,17 @@ impl fmt::Display for Refusal {
                 f,
                 "{tenant} asked for {asked} bytes; what is held, reserved and promised leaves {room}"
             ),
-            Why::Frames => write!(f, "{tenant} asked for {asked} bytes; every page is in use, {room} bytes are free"),
+            Why::Frames => {
+                write!(f, "{tenant} asked for {asked} bytes; every page is in use, {room} bytes are free")
+            }
             Why::Fragmented => write!(
                 f,
                 "{tenant} asked for {asked} bytes; {room} bytes are free, but in extents that serve another page size"
             ),
             Why::Row => write!(f, "the row shows at most {room} tokens; {asked} were asked for"),
-            Why::Budget => write!(f, "a step of this batch shows at most {room} tokens; {asked} were asked for"),
+            Why::Budget => {
+                write!(f, "a step of this batch shows at most {room} tokens; {asked} were asked for")
+            }
         }
     }
 }
@@ -104,7 +108,9 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Refused(refusal) => refusal.fmt(f),
-            Self::Never(r) => write!(f, "{} can never get {} bytes: at most {} fit", r.tenant, r.asked, r.room),
+            Self::Never(r) => {
+                write!(f, "{} can never get {} bytes: at most {} fit", r.tenant, r.asked, r.room)
+            }
             Self::Busy(what) => write!(f, "{what} is in use by another thread"),
             Self::Closed(what) => write!(f, "{what} is closed"),
             Self::Stale { count, first } => write!(

@@ -92,7 +92,10 @@ impl Pages {
         if let CallerKey::Bytes(bytes) = key
             && (bytes.is_empty() || bytes.len() > MAX_CALLER_KEY)
         {
-            return Err(Error::Argument(format!("a key of {} bytes; it must have 1 to {MAX_CALLER_KEY}", bytes.len())));
+            return Err(Error::Argument(format!(
+                "a key of {} bytes; it must have 1 to {MAX_CALLER_KEY}",
+                bytes.len()
+            )));
         }
         let chain: ChainKey = self.pool.hasher.caller(scope, group, key);
         let parent = Parent::Digest(self.pool.hasher.digest(chain));
@@ -143,7 +146,12 @@ impl Pages {
     ///
     /// # Errors
     /// No such group or tenant, empty or long keys.
-    pub fn lookup(&self, tenant: TenantId, group: GroupId, keys: &[CallerKey<'_>]) -> Result<Vec<PageRef>, Error> {
+    pub fn lookup(
+        &self,
+        tenant: TenantId,
+        group: GroupId,
+        keys: &[CallerKey<'_>],
+    ) -> Result<Vec<PageRef>, Error> {
         let _op = self.pool.enter(self.lane);
         let mut found = self.find_all(tenant, group, keys)?;
         let end = found.iter().position(Option::is_none).unwrap_or(found.len());

@@ -111,7 +111,10 @@ impl Arena {
         let count = bytes.div_ceil(extent).min(u64::from(layout.extents));
         let bytes = bytes.min(count * extent);
         debug_assert_eq!((bytes, count), (layout.bytes, u64::from(layout.extents)), "a layout of the spec");
-        debug_assert!(layout.sizes.iter().all(|size| *size > 0 && extent % size == 0), "frames tile an extent");
+        debug_assert!(
+            layout.sizes.iter().all(|size| *size > 0 && extent % size == 0),
+            "frames tile an extent"
+        );
         debug_assert!(layout.reserved <= extent, "the reserved bytes lie in extent 0");
         let tilings = layout.sizes.iter().map(|&size| Tiling::new(size, extent, layout.reserved, bytes));
         Self {

@@ -34,7 +34,7 @@ impl Sequence {
         self.tenant
     }
 
-    fn visit<R>(&self, f: impl FnOnce(&Pool, &mut Body, &mut Scratch) -> R) -> Result<R, Error> {
+    pub(crate) fn visit<R>(&self, f: impl FnOnce(&Pool, &mut Body, &mut Scratch) -> R) -> Result<R, Error> {
         let mut place = try_lock(&self.place, "the sequence")?;
         match &mut *place {
             Place::Closed => Err(Error::Closed("the sequence")),
@@ -103,7 +103,10 @@ impl Sequence {
         self.visit(|_, body, _| {
             let total = body.tokens.len() + tokens.len();
             if total > crate::sequence::MAX_TOKENS as usize {
-                return Err(Error::Argument(format!("{total} tokens; a sequence has at most {}", crate::sequence::MAX_TOKENS)));
+                return Err(Error::Argument(format!(
+                    "{total} tokens; a sequence has at most {}",
+                    crate::sequence::MAX_TOKENS
+                )));
             }
             body.tokens.extend_from_slice(tokens);
             Ok(())

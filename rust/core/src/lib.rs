@@ -13,23 +13,35 @@
 //! | [`ledger`] | HOW MUCH: tenants, charges, reserves, limits |
 //! | [`event`], [`stats`] | what happened |
 //! | [`pins`], [`clock`] | who keeps which pages, until when; what time it is |
-//! | [`pool`] | the books together: allocate, hit, release, evict |
-//! | [`sequence`], [`batch`] | WHO holds: page tables; one call per scheduler step |
+//! | [`pool`], `life`, `prefix` | the books together: take, publish, hit, let go, evict; the longest cached prefix |
+//! | [`sequence`], [`handle`], [`batch`], [`arrays`] | WHO holds: page tables; one call per scheduler step |
+//! | [`face`] | the lower face: pages in batches, for engines with tables of their own |
+//! | [`admit`] | may this start now? |
 //! | [`audit`] | proof that the books balance |
 #![forbid(unsafe_code)]
-
-#[cfg(feature = "measure")]
-#[doc(hidden)]
+pub mod admit;
+pub mod arrays;
+pub mod audit;
+pub mod batch;
 pub mod clock;
+pub mod error;
 pub mod event;
-mod evict;
+pub(crate) mod evict;
+pub mod face;
 pub mod frame;
+pub mod handle;
 pub mod hash;
 pub(crate) mod index;
+mod keep;
 pub mod ledger;
-pub mod measure;
+mod life;
 pub mod page;
 pub mod pins;
+pub mod pool;
+mod prefix;
+pub mod sequence;
+#[cfg(test)]
+mod smoke;
 pub mod spec;
 pub mod stats;
 mod sync;

@@ -43,7 +43,14 @@ impl Pool {
     }
 
     /// Make a page that the caller holds, written to the end, findable. `None`: it could not be listed, and stays private.
-    pub(crate) fn publish(&self, lane: Lane, page: PageRef, group: GroupId, names: &Names<'_>, proven: bool) -> Option<Seen> {
+    pub(crate) fn publish(
+        &self,
+        lane: Lane,
+        page: PageRef,
+        group: GroupId,
+        names: &Names<'_>,
+        proven: bool,
+    ) -> Option<Seen> {
         let id = page.id;
         let payer = self.pages.payer(id);
         let (link, parent) = match names.parent {
@@ -63,7 +70,9 @@ impl Pool {
         if let Some(tokens) = names.tokens {
             self.pages.set_tokens(id, tokens);
         }
-        let published = self.pages.transit(id, |w| if w.generation() == page.generation { w.publish(proven) } else { None });
+        let published = self
+            .pages
+            .transit(id, |w| if w.generation() == page.generation { w.publish(proven) } else { None });
         debug_assert!(published.is_ok(), "{page:?} is held by the caller and private, and yet {published:?}");
         if !self.index.insert(names.key, id) {
             let _ = self.pages.transit(id, |w| w.unpublish());
@@ -117,7 +126,11 @@ impl Pool {
             return false;
         }
         let taken = self.pages.transit(page.id, |w| {
-            if w.refs() == 1 && w.pins() == 0 && w.generation() == page.generation { w.unpublish() } else { None }
+            if w.refs() == 1 && w.pins() == 0 && w.generation() == page.generation {
+                w.unpublish()
+            } else {
+                None
+            }
         });
         if taken.is_ok() {
             // Not INDEXED any more, so nobody can hit it, though it is still listed for a moment.
@@ -148,7 +161,8 @@ impl Pool {
 
     fn hold_run(&self, payer: TenantId, run: &[PageRef]) -> (usize, Option<Refused>) {
         let tier = Tier::Device;
-        let predicted = run.iter().filter(|p| self.pages.read(p.id).is_cached()).map(|p| self.units_of(p.id)).sum();
+        let predicted =
+            run.iter().filter(|p| self.pages.read(p.id).is_cached()).map(|p| self.units_of(p.id)).sum();
         // What does not fit in bulk is asked for page by page.
         let mut credit = match predicted {
             0 => 0,

@@ -35,8 +35,7 @@ use crate::{
     stats::{Counter, Stats, TenantCounter},
     sync::{Atom, AtomicU32, AtomicU64, Words},
     word::{
-        ClassId, FrameId, GroupId, LANES, Lane, PageId, PageRef, TIERS, TenantId, Tier, Units,
-        page::Location,
+        ClassId, FrameId, GroupId, LANES, Lane, PageId, PageRef, TIERS, TenantId, Tier, Units, page::Location,
     },
 };
 
@@ -157,7 +156,10 @@ impl Pool {
             *capacity = Units(((layout.bytes - layout.reserved) / spec.unit()) as u32);
         }
         let pages = u32::try_from(pages).ok().filter(|&p| p < 1 << 31).ok_or_else(|| {
-            Error::Argument(format!("{pages} pages; a pool holds at most {}: use larger pages", (1u32 << 31) - 1))
+            Error::Argument(format!(
+                "{pages} pages; a pool holds at most {}: use larger pages",
+                (1u32 << 31) - 1
+            ))
         })?;
         let groups: Vec<_> = (0..spec.groups().len())
             .map(|g| {
@@ -177,7 +179,8 @@ impl Pool {
             hasher: Hasher::new(secret, options.force_collisions),
             index: Index::new(pages),
             orders: Orders::new(max_tenants, pages),
-            ledger: Ledger::new(capacity, options.max_tenants, Units(largest.saturating_mul(64))).map_err(|e| argument(&e))?,
+            ledger: Ledger::new(capacity, options.max_tenants, Units(largest.saturating_mul(64)))
+                .map_err(|e| argument(&e))?,
             events: Events::new(options.events),
             stats: Stats::new(max_tenants),
             clock: if options.manual_clock { Clock::manual() } else { Clock::system() },
@@ -192,7 +195,12 @@ impl Pool {
             ops: Words::zeroed(LANES * 8),
             arenas: [Arena::new(&layouts[0]), Arena::new(&layouts[1])],
             layouts,
-            states: spec.groups().iter().enumerate().map(|(g, group)| u64::from(group.kind == GroupKind::State) << g).sum(),
+            states: spec
+                .groups()
+                .iter()
+                .enumerate()
+                .map(|(g, group)| u64::from(group.kind == GroupKind::State) << g)
+                .sum(),
             groups,
             spec,
         })
@@ -281,7 +289,12 @@ impl Pool {
         self.pay(lane, payer, || self.ledger.promise(Tier::Device, payer, lane, Units(units)))
     }
 
-    fn pay(&self, lane: Lane, payer: TenantId, mut attempt: impl FnMut() -> Result<(), Refused>) -> Result<(), Refusal> {
+    fn pay(
+        &self,
+        lane: Lane,
+        payer: TenantId,
+        mut attempt: impl FnMut() -> Result<(), Refused>,
+    ) -> Result<(), Refusal> {
         loop {
             let Err(refused) = attempt() else { return Ok(()) };
             if refused.why != ledger::Why::Limit {
@@ -322,7 +335,14 @@ impl Pool {
         let Some(total) = u32::try_from(n).ok().and_then(|n| n.checked_mul(units)) else {
             let asked = n as u64 * self.bytes(units);
             let room = self.bytes(self.ledger.capacity(Tier::Device).0);
-            return Err(Refusal { why: Why::Claim, tier: Tier::Device, tenant: payer, level: TenantId(0), asked, room });
+            return Err(Refusal {
+                why: Why::Claim,
+                tier: Tier::Device,
+                tenant: payer,
+                level: TenantId(0),
+                asked,
+                room,
+            });
         };
         let promised = total.min(*promise);
         if promised < total {
@@ -407,7 +427,10 @@ impl Pool {
                 self.victim.put(CHOICE_HOLDS << 32 | u64::from(worst.0));
             } else {
                 // Its cached pages are on their way (being parked, revived or moved): look at everybody once.
-                let Some(_) = (0..=self.ledger.top()).find_map(|t| self.evict_of(lane, TenantId(t), asker)) else { break };
+                let Some(_) = (0..=self.ledger.top()).find_map(|t| self.evict_of(lane, TenantId(t), asker))
+                else {
+                    break;
+                };
             }
             evicted += 1;
         }

@@ -107,7 +107,8 @@ impl Pool {
             }
             for g in (0..groups).map(|g| GroupId(g as u8)).filter(|&g| Some(g) != anchor) {
                 let places = self.places(g, n);
-                let wanted = places.clone().map_while(|i| self.look(prompt, ranges, &chain, g, i)).collect::<Vec<_>>();
+                let wanted =
+                    places.clone().map_while(|i| self.look(prompt, ranges, &chain, g, i)).collect::<Vec<_>>();
                 let (held, refused) = self.hold(lane, &wanted);
                 refusal = refusal.or(refused);
                 tables[g.as_usize()] = (places.start, wanted[..held].to_vec());
@@ -146,9 +147,17 @@ impl Pool {
         let mut chain = Chain { keys: vec![prompt.root], seen: Vec::new() };
         for page in 0..most {
             let scope = scope_at(ranges, prompt.tenant, page_tokens, page);
-            chain.keys.push(self.hasher.page(scope, chain.keys[page as usize], self.page_of(prompt.tokens, page)));
+            chain.keys.push(self.hasher.page(
+                scope,
+                chain.keys[page as usize],
+                self.page_of(prompt.tokens, page),
+            ));
             let parent = self.anchor_parent(prompt, &chain, page);
-            match self.index.lookup(&self.pages, &self.wanted(prompt, &chain, scope, group, page, parent), Some) {
+            match self.index.lookup(
+                &self.pages,
+                &self.wanted(prompt, &chain, scope, group, page, parent),
+                Some,
+            ) {
                 Some(seen) => chain.seen.push(seen),
                 None => break,
             }
@@ -207,7 +216,8 @@ impl Pool {
             chain.keys.truncate(start as usize + 1);
             for (nth, page) in (start..start + some).enumerate() {
                 let scope = scope_at(ranges, prompt.tenant, page_tokens, page);
-                let key = self.hasher.page(scope, chain.keys[page as usize], self.page_of(prompt.tokens, page));
+                let key =
+                    self.hasher.page(scope, chain.keys[page as usize], self.page_of(prompt.tokens, page));
                 keys[nth] = self.hasher.index_key(key, group);
                 chain.keys.push(key);
             }

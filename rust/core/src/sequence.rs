@@ -209,7 +209,8 @@ impl Pool {
 
     fn protection(&self, open: &Open<'_>) -> Protection {
         let level = u16::from(open.protection.min(100)).div_ceil(7).min(Protection::MAX_LEVEL);
-        let until = (open.protection_ms > 0).then(|| (self.clock.now_ms() + open.protection_ms).div_ceil(1000));
+        let until =
+            (open.protection_ms > 0).then(|| (self.clock.now_ms() + open.protection_ms).div_ceil(1000));
         if level == 0 { Protection::default() } else { Protection::new(level, until) }
     }
 
@@ -226,7 +227,11 @@ impl Pool {
                 )));
             }
             end = end.saturating_add(tokens).min(open.tokens.len() as u32);
-            ranges.push(Range { end, scope, may_publish: scope == tenant || self.ledger.may_publish(tenant, scope).is_some() });
+            ranges.push(Range {
+                end,
+                scope,
+                may_publish: scope == tenant || self.ledger.may_publish(tenant, scope).is_some(),
+            });
         }
         Ok(ranges)
     }
@@ -269,7 +274,8 @@ fn fallbacks(asked: &[Range], got: &[Range], tenant: TenantId) -> Vec<(TenantId,
         .iter()
         .filter_map(|range| {
             let from = std::mem::replace(&mut start, range.end);
-            let kept = got.iter().filter(|g| g.scope == range.scope && g.end <= range.end).map(|g| g.end).max();
+            let kept =
+                got.iter().filter(|g| g.scope == range.scope && g.end <= range.end).map(|g| g.end).max();
             let kept = kept.unwrap_or(from).max(from);
             (range.scope != tenant && kept < range.end).then_some((range.scope, range.end - kept))
         })
@@ -400,11 +406,21 @@ impl Body {
     }
 
     fn payer(&self, page_tokens: u32, page: u32) -> TenantId {
-        if self.ranges.is_empty() { self.tenant } else { scope_at(&self.ranges, self.tenant, page_tokens, page) }
+        if self.ranges.is_empty() {
+            self.tenant
+        } else {
+            scope_at(&self.ranges, self.tenant, page_tokens, page)
+        }
     }
 
     /// Take the pages for `slots` tokens in every group: all or none.
-    pub(crate) fn grow(&mut self, pool: &Pool, lane: Lane, slots: u32, scratch: &mut Scratch) -> Result<(), Refusal> {
+    pub(crate) fn grow(
+        &mut self,
+        pool: &Pool,
+        lane: Lane,
+        slots: u32,
+        scratch: &mut Scratch,
+    ) -> Result<(), Refusal> {
         let page_tokens = pool.spec.page_tokens();
         let end = slots.div_ceil(page_tokens);
         for g in 0..self.tables.len() {
@@ -419,8 +435,11 @@ impl Body {
                     (at..end).take_while(|&p| self.payer(page_tokens, p) == payer).count() as u32
                 };
                 let mut none = 0;
-                let promise =
-                    self.promises.iter_mut().find(|p| p.0 == payer).map_or(&mut none, |promise| &mut promise.1);
+                let promise = self
+                    .promises
+                    .iter_mut()
+                    .find(|p| p.0 == payer)
+                    .map_or(&mut none, |promise| &mut promise.1);
                 let taken =
                     pool.take(lane, payer, group, run as usize, promise, &mut self.tables[g].pages, scratch);
                 if let Err(refusal) = taken {
@@ -479,7 +498,9 @@ impl Body {
     pub(crate) fn next_trim(&self, pool: &Pool) -> u32 {
         let page_tokens = pool.spec.page_tokens();
         let trims = pool.spec.groups().iter().zip(&self.tables).map(|(group, table)| match group.kind {
-            GroupKind::Window { tokens } => (table.start + 1).saturating_mul(page_tokens).saturating_add(tokens - 1),
+            GroupKind::Window { tokens } => {
+                (table.start + 1).saturating_mul(page_tokens).saturating_add(tokens - 1)
+            }
             GroupKind::Chunked { tokens } => {
                 // The first chunk border behind the end of the first page still held.
                 ((table.start + 1).saturating_mul(page_tokens)).div_ceil(tokens).saturating_mul(tokens)
@@ -505,7 +526,8 @@ impl Body {
                 keys.push(key);
             }
             // What left the cache not long ago and is written again counts as proven, the run judged as one.
-            let proven = pool.orders.recall(scope, keys.iter().map(|&key| pool.hasher.index_key(key, first_group)));
+            let proven =
+                pool.orders.recall(scope, keys.iter().map(|&key| pool.hasher.index_key(key, first_group)));
             for (nth, &key) in keys.iter().enumerate() {
                 if !self.publish_page(pool, lane, key, nth < proven) {
                     break;
@@ -524,7 +546,8 @@ impl Body {
         let Some(parent) = self.parent else { return false };
         let page = self.published;
         let tokens = self.page(pool.spec.page_tokens(), page);
-        let names = |group, parent| Names { key: pool.hasher.index_key(key, group), parent, tokens: Some(tokens) };
+        let names =
+            |group, parent| Names { key: pool.hasher.index_key(key, group), parent, tokens: Some(tokens) };
         let anchor = pool.spec.anchor();
         let mut next = Parent::Digest(pool.hasher.digest(key));
         let mut others = parent;
@@ -567,7 +590,10 @@ impl Body {
     /// next step continues in a copy. `false`: there is none, or it does not stand at a page's edge.
     pub(crate) fn keep_state(&mut self, pool: &Pool, lane: Lane) -> bool {
         let page_tokens = pool.spec.page_tokens();
-        if self.written == 0 || self.written % page_tokens != 0 || self.published != self.written / page_tokens {
+        if self.written == 0
+            || self.written % page_tokens != 0
+            || self.published != self.written / page_tokens
+        {
             return false;
         }
         let (Some(parent), Some(&key)) = (self.parent, self.keys.last()) else { return false };
@@ -594,7 +620,13 @@ impl Body {
     }
 
     /// Forget the tokens behind `n`.
-    pub(crate) fn truncate(&mut self, pool: &Pool, lane: Lane, n: u32, scratch: &mut Scratch) -> Result<(), Error> {
+    pub(crate) fn truncate(
+        &mut self,
+        pool: &Pool,
+        lane: Lane,
+        n: u32,
+        scratch: &mut Scratch,
+    ) -> Result<(), Error> {
         if n == 0 || n > self.known().max(self.slots) {
             return Err(Error::Argument(format!(
                 "can't truncate to {n} tokens; the sequence has {} (at least 1 stays)",
@@ -661,7 +693,11 @@ impl Body {
         let mut tables = self.tables.clone();
         for (g, table) in tables.iter_mut().enumerate() {
             // Pages of steps that are not committed yet are this sequence's alone.
-            let keep = if pool.is_state(GroupId(g as u8)) { 1 } else { self.written.div_ceil(pool.spec.page_tokens()) };
+            let keep = if pool.is_state(GroupId(g as u8)) {
+                1
+            } else {
+                self.written.div_ceil(pool.spec.page_tokens())
+            };
             table.pages.truncate(keep as usize);
             let live = table.live();
             let n = pool.hold_again(live.iter().copied());
@@ -695,7 +731,10 @@ impl Body {
     pub(crate) fn release_all(&mut self, pool: &Pool, scratch: &mut Scratch) {
         let anchor = pool.spec.anchor().map_or(usize::MAX, GroupId::as_usize);
         // Pages of other groups are children of the anchor's.
-        for g in (0..self.tables.len()).filter(|&g| g != anchor).chain((anchor < self.tables.len()).then_some(anchor)) {
+        for g in (0..self.tables.len())
+            .filter(|&g| g != anchor)
+            .chain((anchor < self.tables.len()).then_some(anchor))
+        {
             let table = std::mem::take(&mut self.tables[g]);
             pool.let_go_reversed(self.lane, table.live(), scratch);
         }

@@ -535,7 +535,8 @@ impl Extents {
 
     pub(super) fn is_allocated(&self, size: SizeId, frame: u32) -> bool {
         self.place(size, frame).is_ok_and(|(extent, bit)| {
-            self.read(extent).serves(size) && self.bits(extent, bit as usize / 64).get() >> (bit % 64) & 1 == 1
+            self.read(extent).serves(size)
+                && self.bits(extent, bit as usize / 64).get() >> (bit % 64) & 1 == 1
         })
     }
 

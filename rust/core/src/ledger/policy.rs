@@ -446,32 +446,16 @@ impl Ledger {
         })
     }
 
-    /// Count `n` units that `tenant` publishes into `scope`: itself (always allowed) or an ancestor its policy names.
-    ///
-    /// # Errors
-    /// It has no such right, or has used it up.
-    pub fn take_right(&self, tenant: TenantId, scope: TenantId, n: Units) -> Result<(), Refused> {
-        if tenant == scope {
-            return Ok(());
-        }
-        let now = match self.right_word(tenant, scope) {
-            None => UsageWord(0),
-            Some(word) => match word.transit(|w| UsageWord(w).charge(n).map(|w| w.0)) {
-                Ok(_) => return Ok(()),
-                Err(now) => UsageWord(now),
-            },
-        };
-        let (room, limit) = (now.room(), now.limit());
-        Err(Refused { tier: Tier::Device, tenant, level: scope, why: Why::Publish, asked: n, room, limit })
+    /// Whether `tenant` may publish into `scope`, an ancestor, and up to how many units charged there; `None` inside: no
+    /// bound of its own.
+    pub fn may_publish(&self, tenant: TenantId, scope: TenantId) -> Option<Option<Units>> {
+        let limit = UsageWord(self.right_word(tenant, scope)?.get()).limit();
+        (limit.0 > 0).then_some(Some(limit).filter(|&limit| limit != NONE))
     }
 
-    /// The inverse of [`Self::take_right`].
-    pub fn give_right(&self, tenant: TenantId, scope: TenantId, n: Units) {
-        if tenant != scope
-            && let Some(word) = self.right_word(tenant, scope)
-        {
-            let _ = word.transit(|w| UsageWord(w).discharge(n).map(|w| w.0));
-        }
+    /// The highest id that was ever in use.
+    pub fn top(&self) -> u32 {
+        self.books[0].top()
     }
 
     fn right_word(&self, tenant: TenantId, scope: TenantId) -> Option<&AtomicU64> {

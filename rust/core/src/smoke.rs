@@ -1,0 +1,102 @@
+use crate::{
+    arrays::{Owned, Shape},
+    batch::Batch,
+    hash::Secret,
+    ledger::{Policy, ROOT},
+    pool::{Options, Pool},
+    sequence::Open,
+    spec::*,
+};
+use std::sync::Arc;
+
+fn spec() -> Spec {
+    Spec::new(
+        16,
+        vec![GroupSpec {
+            name: "full".into(),
+            kind: GroupKind::Full,
+            layers: 2,
+            kv_heads: 2,
+            k_dim: 64,
+            v_dim: 64,
+            dtype: Dtype::F16,
+            state_bytes: 0,
+        }],
+        Layout::PageMajor,
+        None,
+    )
+    .expect("spec")
+}
+fn pool(pages: u64) -> Arc<Pool> {
+    let spec = spec();
+    let bytes = spec.sizes()[0] * (pages + 1);
+    Arc::new(
+        Pool::new(
+            spec,
+            &Options {
+                device_bytes: bytes,
+                host_bytes: 0,
+                secret: Some(Secret::from_bytes([7; 16])),
+                max_tenants: 64,
+                compare_tokens: true,
+                manual_clock: true,
+                events: 0,
+                force_collisions: false,
+            },
+        )
+        .expect("pool"),
+    )
+}
+fn batch(pool: &Arc<Pool>, rows: usize, tokens: u32) -> Batch {
+    let shape = Shape { rows, tokens, pages: tokens.div_ceil(16) as usize, step: tokens + rows as u32 };
+    Batch::new(pool, shape, Box::new(Owned::new(shape, pool.groups.len()))).expect("batch")
+}
+fn green(pool: &Pool) {
+    let r = pool.audit();
+    assert!(r.exact && r.findings.is_empty(), "{r:#?}");
+}
+
+#[test]
+fn a_life() {
+    let pool = pool(100);
+    let t = pool.ledger().create(ROOT, "acme", &Policy::default()).expect("tenant");
+    let tokens: Vec<u32> = (0..100).collect();
+    green(&pool);
+    let seq = pool.open(t, &Open { tokens: &tokens, ..Open::default() }).expect("open");
+    assert_eq!(seq.counts().expect("counts").cached, 0);
+    let b = batch(&pool, 8, 1024);
+    b.add(&seq).expect("row");
+    b.step(None, None, |s| {
+        assert_eq!(s.num_tokens, 100);
+        assert!(s.refused.is_empty());
+    })
+    .expect("step");
+    b.commit(Some(&[5])).expect("commit");
+    for i in 0..50 {
+        b.step(None, None, |s| assert_eq!(s.num_tokens, 1)).expect("step");
+        b.commit(Some(&[i])).expect("commit");
+        green(&pool);
+    }
+    assert_eq!(seq.counts().expect("c").written, 150);
+    let again = pool.open(t, &Open { tokens: &tokens, ..Open::default() }).expect("open");
+    assert_eq!(again.counts().expect("c").cached, 96);
+    green(&pool);
+    b.remove(&seq).expect("removed");
+    drop(seq);
+    drop(again);
+    green(&pool);
+    assert_eq!(pool.audit().balance[0].held, 0);
+    // fill so that everything is evicted
+    for n in 0..40u32 {
+        let tokens: Vec<u32> = (0..200).map(|i| n * 1000 + i).collect();
+        let seq = pool
+            .open(t, &Open { tokens: &tokens, max_new_tokens: 10, admit: true, ..Open::default() })
+            .expect("open");
+        b.add(&seq).expect("row");
+        b.step(None, None, |s| assert!(s.refused.is_empty(), "{s:?}")).expect("step");
+        b.commit(Some(&[1])).expect("commit");
+        seq.close().expect("close");
+        green(&pool);
+    }
+    eprintln!("{:?}", pool.stats().iter().filter(|x| x.1 > 0).collect::<Vec<_>>());
+}
