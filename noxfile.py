@@ -1,7 +1,7 @@
 """How kvalloc is built, tested and checked. Plain `nox` runs every test; `nox -l` lists the rest.
 
-One wheel is built (stable ABI, Python 3.11 and up) and installed into a fresh environment for each interpreter,
-so the tests see what a user gets. Interpreters that this machine lacks are skipped with a message.
+One wheel is built (stable ABI, Python 3.11 and up) and installed into a fresh environment for each
+interpreter, so the tests see what a user gets. Interpreters that this machine lacks are skipped with a message.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def wheel(session: nox.Session) -> str:
 
 
 def install(session: nox.Session, *extras: str) -> None:
-    """Install the wheel with the given extras; the wheel itself anew each time, since its version stays the same."""
+    """Install the wheel with the given extras; anew each time, since its version stays the same."""
     path = wheel(session)
     session.install(f"{path}[{','.join(extras)}]" if extras else path)
     session.install("--force-reinstall", "--no-deps", path)

@@ -1,8 +1,8 @@
 """Every example that a user can read runs: docstrings of the package, Python blocks of the README and docs/.
 
-In a Markdown file the blocks marked ``python`` run one after another in one namespace, as a reader would paste them.
-Blocks with ``>>>`` are checked against the output shown; others only have to run. A block that is not meant to run is
-not marked ``python`` (``text``, ``console``, ``toml``, ``rust``).
+In a Markdown file the blocks marked ``python`` run one after another in one namespace, as a reader would
+paste them. Blocks with ``>>>`` are checked against the output shown; others only have to run. A block that is
+not meant to run is not marked ``python`` (``text``, ``console``, ``toml``, ``rust``).
 """
 
 import doctest
@@ -24,11 +24,9 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def documented_objects():
-    """Yield (name, docstring) for each public object, native ones too, which doctest itself does not look into."""
-    modules = [kvalloc]
-    for found in pkgutil.walk_packages(kvalloc.__path__, "kvalloc."):
-        if not found.name.endswith("__main__"):
-            modules.append(importlib.import_module(found.name))
+    """Yield (name, docstring) for each public object, native ones too, which doctest does not look into."""
+    found = [module.name for module in pkgutil.walk_packages(kvalloc.__path__, "kvalloc.")]
+    modules = [kvalloc, *(importlib.import_module(name) for name in found if not name.endswith("__main__"))]
     seen = set()
     for module in modules:
         yield module.__name__, module.__doc__
