@@ -143,7 +143,7 @@ def prompt(tokens: int, repeats: int) -> list[Result]:
 
 
 def churn(tokens: int, pool: int, repeats: int) -> list[Result]:
-    """A prompt into a pool that is full of cached blocks: each block taken evicts one. Hashing is off the clock."""
+    """A prompt into a pool full of cached blocks: each block taken evicts one. Hashing is off the clock."""
     manager = manager_with(pool)
     fresh = prompts(tokens, 2)
     for _ in range(pool * BLOCK // tokens + 1):
