@@ -4,7 +4,7 @@
 
 Each of the trace's hash ids stands for 512 tokens and becomes one page. A reference hits when its page and
 all pages before it in the request are there. Plain LRU over the same references, tail of a request released
-first, is computed beside it: what an engine without an adaptive policy would see, and a check of this program.
+first, is computed beside it: what an engine with a fixed policy would see, and a check of this program.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def ours(requests: list[list[int]], capacity: int) -> tuple[float, float]:
 
     spec = kvalloc.KVSpec.uniform(layers=1, kv_heads=1, head_dim=128, dtype="float16", page_tokens=PAGE)
     page_bytes = 2 * 128 * 2 * PAGE
-    # One page more for the token behind the prompt's pages (a prompt's last token never hits), one is frame 0.
+    # One page more for the token behind the prompt's pages (a prompt's last token never hits), one frame 0.
     pool = kvalloc.Pool(spec, device_bytes=(capacity + 2) * page_bytes)
     tenant = pool.tenant("trace")
     longest = max(map(len, requests)) * PAGE + 2
