@@ -140,7 +140,7 @@ def main() -> int:
     if args.json:
         report = {
             "date": datetime.date.today().isoformat(),
-            "command": "python bench/run.py " + " ".join(sys.argv[1:]),
+            "command": " ".join(["python bench/run.py", *(a for a in sys.argv[1:] if a != str(args.json))]),
             "machine": before,
             "versions": versions(),
             "results": [result.json() for result in found],
