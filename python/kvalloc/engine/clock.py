@@ -84,10 +84,10 @@ class StepTime:
         Bytes of KV read a second.
     """
 
-    base: float = 0.012
-    prefill: float = 10e-6
+    base: float = 0.018
+    prefill: float = 5e-6
     row: float = 20e-6
-    bandwidth: float = 2.7e12
+    bandwidth: float = 5e12
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -95,13 +95,13 @@ class StepTime:
             if not 0.0 <= value < float("inf"):
                 raise ValueError(f"step time: {item.name} is {value!r}; a number of at least 0 is needed")
         if self.bandwidth == 0.0:
-            raise ValueError("step time: bandwidth is 0; give bytes a second, for example bandwidth=2.7e12")
+            raise ValueError("step time: bandwidth is 0; give bytes a second, for example bandwidth=5e12")
         if self.base + self.prefill + self.row == 0.0:
             raise ValueError("step time: base, prefill and row are all 0, so time would stand still")
 
     @classmethod
     def parse(cls, text: str) -> StepTime:
-        """Read ``"base=0.012,prefill=1e-5,row=2e-5,bandwidth=2.7e12"``; what is not named keeps its default.
+        """Read ``"base=0.018,prefill=5e-6,row=2e-5,bandwidth=5e12"``; what is not named keeps its default.
 
         Raises
         ------

@@ -170,6 +170,7 @@ class Engine:
 
     def step(self) -> bool:
         """Run one step; return False if there was nothing to run."""
+        self.core_ns = 0
         self._admit()
         rows, batch = self.rows, self.batch
         n = len(rows)

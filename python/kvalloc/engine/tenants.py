@@ -27,6 +27,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvalloc.bytes import parse_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -36,42 +38,26 @@ if TYPE_CHECKING:
 
 __all__ = ["TenantPlan", "TenantsError", "assign", "create", "numbered", "parse_size", "read_tenants"]
 
-_UNITS = {"": 1, "B": 1} | {f"{p}iB": 1 << 10 * i for i, p in enumerate("KMGT", 1)}
-_UNITS |= {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)} | {"KB": 1000}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 
 class TenantsError(ValueError):
     """A tenants file that can't be used; the message names file and key."""
 
 
-def parse_size(value: int | str, device: int | None = None) -> int:
-    """Return bytes for 4096, "4GiB", "1.5 GB" (decimal), or, given a device's bytes, "25%" of it.
+def parse_size(size: int | str, device: int) -> int:
+    """Return bytes for what `kvalloc.bytes.parse_bytes` reads, and for "25%" of a device.
 
     Examples
     --------
-    >>> parse_size("1.5GiB")
-    1610612736
     >>> parse_size("25%", device=1000)
     250
     """
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(f"{value!r} is not a size; write bytes or a text like \"4GiB\"")
-    if isinstance(value, int):
-        size = value
-    elif device is not None and (percent := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value)):
-        size = int(device * float(percent[1]) / 100)
+    if isinstance(size, str) and (percent := _PERCENT.fullmatch(size)):
         if float(percent[1]) > 100:
-            raise ValueError(f"{value!r} is more than the device")
-    else:
-        match = _SIZE.fullmatch(value)
-        if match is None or match[2] not in _UNITS:
-            raise ValueError(f"{value!r} is not a size; write bytes or a number with KiB, MiB, GiB, TiB (or kB, MB, GB, TB)")
-        unit = _UNITS[match[2]]
-        size = int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
-    if not 0 <= size < 1 << 63:
-        raise ValueError(f"{value!r} is out of range: sizes are 0 to 2^63 - 1 bytes")
-    return size
+            raise ValueError(f"{size!r} is more than the device")
+        return int(device * float(percent[1]) / 100)
+    return parse_bytes(size)
 
 
 @dataclass(frozen=True, slots=True)
