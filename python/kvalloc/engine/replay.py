@@ -1,0 +1,261 @@
+"""Replaying requests through a pool, with everything measured.
+
+>>> from kvalloc import KVSpec
+>>> from kvalloc.engine import replay, workload
+>>> spec = KVSpec.uniform(layers=28, kv_heads=4, head_dim=128)
+>>> run = replay.Replay(spec, "24GiB", workload.builtin_tenants())
+>>> result = run.run(workload.builtin_workload(seconds=20))
+>>> result["audit"]["ok"]
+True
+
+The result is a dict of plain values, what ``kvalloc replay --json`` writes:
+
+``schema``
+    "kvalloc.replay/1". A later number means that something below was renamed or removed.
+``settings``
+    What the run was asked to do.
+``interrupted``
+    True if it was stopped before the end.
+``run``
+    ``virtual_seconds``, ``host_seconds``, ``steps``, ``requests`` (arrived), ``finished``, ``refused``, ``aborted``, ``waiting`` and ``running`` at
+    the end, ``idle_while_waiting_s`` (seconds in which somebody waited and nothing ran: 0 if all is well), ``oldest_wait_s``,
+    ``step_us`` (host time per step, all of Python and the pool) and ``core_us`` (``Batch.step`` and ``Batch.commit`` alone), each
+    with ``mean``, ``p50``, ``p99``, ``max``.
+``pool``
+    Bytes: ``capacity``, ``peak_held``, ``peak_charged``, and at the end ``free``, ``held``, ``cached``, ``pinned``. Shares: ``hit_rate`` (of prompt
+    tokens), ``waste`` (room in last pages without a token, of held bytes, mean over time), ``fragmentation`` (bytes that are free but in extents of
+    another class, of free bytes). ``stats``: the pool's own counters.
+``tenants``
+    A list: ``name``, ``parent``, ``reserve``, ``limit`` (null: none), ``weight``, ``requests``, ``finished``, ``refused`` (reason to count; numbers in reasons
+    read N), ``prompt_tokens``, ``cached_tokens``, ``generated_tokens``, ``hit_rate``, ``wait_s`` and ``first_token_s`` (``mean``, ``p50``, ``p99``, ``max``),
+    ``waste``, ``held``, ``cached``, ``pinned``.
+``audit``
+    ``ok`` and ``problems``, what `Pool.audit` said at the end.
+``series``
+    ``time`` (seconds), ``pool`` and ``tenants``: bytes and counts at those times; ``prompt_tokens`` and ``cached_tokens`` grow.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import asdict
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+from kvalloc import Pool
+
+from .clock import ClockModel, StepTime, VirtualClock
+from .meter import Meter, TenantCounts, quantiles
+from .scheduler import Engine
+from .tenants import TenantPlan, assign, create
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvalloc import KVSpec
+
+    from .request import Request
+
+__all__ = ["SCHEMA", "Replay"]
+
+SCHEMA = "kvalloc.replay/1"
+
+
+class Replay:
+    """A pool, its tenants, the engine and a meter: ready to run requests.
+
+    Parameters
+    ----------
+    spec : KVSpec
+        The model's geometry.
+    device_bytes, host_bytes : int or str
+        Sizes of the tiers.
+    plans : list of TenantPlan
+        The tenants; parents first.
+    step_time : StepTime, optional
+        How long steps take.
+    max_rows, token_budget, max_tokens : int
+        As `Engine` takes them.
+    seed : int
+        Decides which requests go to which tenant.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        device_bytes: int | str,
+        plans: list[TenantPlan],
+        *,
+        host_bytes: int | str = 0,
+        step_time: StepTime | None = None,
+        max_rows: int = 256,
+        token_budget: int = 8192,
+        max_tokens: int = 131_072,
+        seed: int = 0,
+    ) -> None:
+        self.spec, self.plans, self.seed = spec, plans, seed
+        # The secret is set so that a replay repeats exactly: which pages collide in the index depends on it.
+        self.pool = Pool(spec, device_bytes, host_bytes, secret=bytes(16), clock="manual")
+        self.tenants = create(self.pool, plans)
+        self.clock = VirtualClock()
+        groups = kv_bytes(spec)
+        self.step_time = step_time or StepTime()
+        self.meter = Meter(spec.page_tokens, sum(size for size, _ in groups))
+        self.engine = Engine(
+            self.pool,
+            ClockModel(self.clock, self.step_time, groups),
+            self.tenants,
+            clock=self.clock,
+            max_rows=max_rows,
+            token_budget=token_budget,
+            max_tokens=max_tokens,
+            listener=self.meter.note,
+        )
+        self.host_ns = 0
+        self.interrupted = False
+        self._step_ns: array[int] = array("q")
+        self._core_ns: array[int] = array("q")
+
+    def run(
+        self,
+        requests: Iterable[Request],
+        *,
+        refresh: Callable[[], None] | None = None,
+        every: float = 0.25,
+        settings: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Serve all requests and return what was measured.
+
+        Parameters
+        ----------
+        requests : iterable of Request
+            In order of arrival. Those without a tenant are given one.
+        refresh : callable, optional
+            Called about every `every` seconds of real time, for a live view. `stop` may be called from it.
+        settings : dict, optional
+            Goes into the result as it is.
+        """
+        engine, meter = self.engine, self.meter
+        began = last = perf_counter_ns()
+        pause = int(every * 1e9)
+        due = began + pause
+        for now in engine.run(assign(requests, self.plans, self.seed)):
+            time = perf_counter_ns()
+            self._step_ns.append(time - last)
+            self._core_ns.append(engine.core_ns)
+            last = time
+            if now >= meter.next:
+                meter.sample(now, engine)
+                last = perf_counter_ns()
+            if last >= due:
+                self.host_ns = last - began
+                if refresh is not None:
+                    refresh()
+                last = perf_counter_ns()
+                due = last + pause
+            if self.interrupted:
+                break
+        meter.sample(self.clock.now(), engine)
+        self.host_ns = perf_counter_ns() - began
+        return self.result(settings or {})
+
+    def stop(self) -> None:
+        """End the run after the current step; safe to call from a signal handler."""
+        self.interrupted = True
+
+    def counts(self, name: str) -> TenantCounts:
+        """Return the counts of a tenant, zeros if it has sent nothing."""
+        return self.meter.tenants.get(name) or TenantCounts()
+
+    def result(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return what was measured up to now."""
+        pool, engine, meter = self.pool, self.engine, self.meter
+        waste, waste_of = meter.mean_waste()
+        rows = [self._tenant(plan, float(waste_of[i])) for i, plan in enumerate(self.plans)]
+        for name in meter.tenants:  # requests of tenants that don't exist were refused
+            if name not in self.tenants:
+                rows.append({**self._tenant(TenantPlan(name), 0.0)})
+        total = {key: sum(row[key] for row in rows) for key in ("requests", "finished", "prompt_tokens", "cached_tokens")}
+        audit = pool.audit()
+        stats = stats_dict(pool.stats())
+        return {
+            "schema": SCHEMA,
+            "settings": settings,
+            "interrupted": self.interrupted,
+            "run": {
+                "virtual_seconds": round(self.clock.now(), 6),
+                "host_seconds": self.host_ns / 1e9,
+                "steps": engine.steps,
+                "requests": total["requests"],
+                "finished": total["finished"],
+                "refused": sum(sum(row["refused"].values()) for row in rows),
+                "aborted": sum(counts.aborted for counts in meter.tenants.values()),
+                "waiting": engine.waiting,
+                "running": len(engine.rows),
+                "idle_while_waiting_s": engine.idle_while_waiting,
+                "oldest_wait_s": meter.oldest_wait,
+                "step_us": scaled(quantiles(self._step_ns)),
+                "core_us": scaled(quantiles(self._core_ns)),
+            },
+            "pool": {
+                "capacity": pool.capacity,
+                "peak_held": meter.peak_held,
+                "peak_charged": meter.peak_charged,
+                "free": pool.free,
+                "held": pool.held,
+                "cached": pool.cached,
+                "pinned": pool.pinned,
+                "hit_rate": total["cached_tokens"] / total["prompt_tokens"] if total["prompt_tokens"] else 0.0,
+                "waste": waste,
+                "fragmentation": float(stats.get("fragmentation", 0.0)),
+                "stats": stats,
+            },
+            "tenants": rows,
+            "audit": {"ok": bool(audit.ok), "problems": [str(problem) for problem in audit.problems]},
+            "series": meter.series(list(engine.queues)),
+        }
+
+    def _tenant(self, plan: TenantPlan, waste: float) -> dict[str, Any]:
+        counts, tenant = self.counts(plan.name), self.tenants.get(plan.name)
+        return {
+            "name": plan.name,
+            "parent": plan.parent,
+            "reserve": tenant.reserve if tenant else 0,
+            "limit": tenant.limit if tenant else None,
+            "weight": tenant.weight if tenant else 0,
+            "requests": counts.arrived,
+            "finished": counts.finished,
+            "refused": dict(counts.refused),
+            "prompt_tokens": counts.prompt_tokens,
+            "cached_tokens": counts.cached_tokens,
+            "generated_tokens": counts.generated_tokens,
+            "hit_rate": counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else 0.0,
+            "wait_s": quantiles(counts.waits),
+            "first_token_s": quantiles(counts.first_tokens),
+            "waste": waste,
+            "held": tenant.held if tenant else 0,
+            "cached": tenant.cached if tenant else 0,
+            "pinned": tenant.pinned if tenant else 0,
+        }
+
+
+def kv_bytes(spec: KVSpec) -> list[tuple[float, int | None]]:
+    """Return, per layer group that keeps pages, bytes a token and the window (None: all of the context is read)."""
+    return [
+        (group.page_bytes / spec.page_tokens, group.window) for group in spec.groups if group.kind != "state"
+    ]
+
+
+def stats_dict(stats: Any) -> dict[str, int | float]:
+    """Return a pool's counters as a dict of plain numbers."""
+    if hasattr(stats, "as_dict"):
+        return dict(stats.as_dict())
+    if hasattr(stats, "__dataclass_fields__"):
+        return asdict(stats)
+    names = (name for name in dir(stats) if not name.startswith("_"))
+    return {name: value for name in names if isinstance(value := getattr(stats, name), int | float)}
+
+
+def scaled(values: dict[str, float], factor: float = 1e-3) -> dict[str, float]:
+    """Return nanoseconds as microseconds."""
+    return {name: value * factor for name, value in values.items()}

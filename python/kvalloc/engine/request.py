@@ -1,0 +1,171 @@
+"""What flows through the engine: requests and their token ids.
+
+A trace says how long a prompt is and what it shares with others, not what it says. Its tokens are made up here, by one rule for
+all traces: token ``i`` of the text ``s`` is ``(mix(s) + PATTERN[i]) mod 2**31``. The same text has the same tokens in every
+process, two texts differ at every position, and a whole prompt is two numpy operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Blocks", "Literal", "Prompt", "Request", "Text", "reply_tokens"]
+
+Int32 = NDArray[np.int32]
+
+_MASK = np.uint32(0x7FFF_FFFF)
+_MIX = 0x9E37_79B1  # odd, so that the map below is one to one modulo 2**31: no two texts share a base
+_pattern = np.zeros(0, dtype=np.uint32)
+
+
+def _positions(count: int) -> NDArray[np.uint32]:
+    """Return the first `count` entries of the fixed pattern, which grows as it is needed."""
+    global _pattern
+    if count > len(_pattern):
+        room = max(1 << 15, 1 << (count - 1).bit_length())
+        i = np.arange(room, dtype=np.uint64) * np.uint64(0xBF58_476D_1CE4_E5B9)
+        i ^= i >> np.uint64(29)
+        _pattern = ((i * np.uint64(0x94D0_49BB_1331_11EB)) >> np.uint64(32)).astype(np.uint32)
+    return _pattern[:count]
+
+
+def _base(text: int) -> int:
+    return (text * _MIX) & 0x7FFF_FFFF
+
+
+class Prompt(Protocol):
+    """A prompt whose tokens are made only when they are asked for."""
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        ...
+
+    def tokens(self) -> Int32:
+        """Return the token ids, int32 ``[len(self)]``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A prompt of blocks with known identity, as Mooncake and Bailian traces give it.
+
+    Parameters
+    ----------
+    ids : sequence of int
+        One id a block, below 2**31. Equal ids are equal tokens.
+    block : int
+        Tokens a block.
+    length : int
+        Tokens of the prompt. The last block may be partial and then gets the first tokens of its id.
+    """
+
+    ids: tuple[int, ...]
+    block: int
+    length: int
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return self.length
+
+    def tokens(self) -> Int32:
+        """Return the token ids, int32 ``[length]``."""
+        bases = (np.array(self.ids, dtype=np.uint64) * np.uint64(_MIX)).astype(np.uint32)
+        grid = bases[:, None] + _positions(self.block)
+        grid &= _MASK
+        return grid.reshape(-1)[: self.length].view(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt of named texts one after another: a system prompt, a history, a question.
+
+    The token at place ``i`` of the prompt depends on the text it belongs to and on ``i``: two prompts with equal beginnings
+    have equal tokens there, and a reply of the text ``s`` (`reply_tokens`) reads the same when it is in a later prompt.
+
+    Parameters
+    ----------
+    parts : sequence of (int, int)
+        (text number below 2**31, number of tokens).
+    """
+
+    parts: tuple[tuple[int, int], ...]
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return sum(count for _, count in self.parts)
+
+    def tokens(self) -> Int32:
+        """Return the token ids, int32 ``[len(self)]``."""
+        out = np.empty(len(self), dtype=np.uint32)
+        pattern, at = _positions(len(out)), 0
+        for text, count in self.parts:
+            np.add(pattern[at : at + count], np.uint32(_base(text)), out=out[at : at + count])
+            at += count
+        out &= _MASK
+        return out.view(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """A prompt given as it is, for engines with a real model."""
+
+    ids: Int32
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.ids)
+
+    def tokens(self) -> Int32:
+        """Return the token ids, int32 ``[len(self)]``."""
+        return self.ids
+
+
+def reply_tokens(texts: Int32, positions: Int32) -> Int32:
+    """Return what replies of the given texts say at the given places, int32 ``[rows]``."""
+    top = int(positions.max(initial=0)) + 1
+    out = _positions(top)[positions] + texts.view(np.uint32) * np.uint32(_MIX)
+    out &= _MASK
+    return out.view(np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request of one tenant.
+
+    Parameters
+    ----------
+    arrival : float
+        Seconds since the start.
+    tenant : str
+        Name of a tenant of the pool; readers leave it empty and `kvalloc.engine.tenants.assign` fills it in.
+    prompt : Prompt
+        The prompt's tokens.
+    max_new : int
+        Tokens to generate, at least one.
+    share : sequence of (str, int)
+        Ranges of the prompt from its start, as `Pool.open` takes them: (scope, number of tokens).
+    key : int
+        Requests with one key belong to one client or conversation and so to one tenant.
+    reply : int
+        The text that the made-up reply is drawn from, below 2**31.
+    """
+
+    arrival: float
+    tenant: str
+    prompt: Prompt
+    max_new: int
+    share: tuple[tuple[str, int], ...] = ()
+    key: int = 0
+    reply: int = 0
+    # What the engine notes down. `ids` is kept only while the request stands first in its tenant's queue.
+    ids: Int32 | None = field(default=None, repr=False)
+    admitted: float = -1.0
+    first_token: float = -1.0
+    finished: float = -1.0
+    cached: int = 0
+    produced: int = 0
+    refused: str = ""

@@ -1,0 +1,89 @@
+"""State of the rows of a batch, and of the queues in front of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kvalloc import Batch, Sequence, Tenant
+
+    from .request import Int32, Request
+
+__all__ = ["Queue", "Rows", "Running"]
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request that has a row."""
+
+    request: Request
+    sequence: Sequence
+    queue: Queue
+    row: int
+    todo: int  # prompt tokens that have no room yet
+
+
+@dataclass(slots=True, eq=False)
+class Queue:
+    """What one tenant waits for."""
+
+    tenant: Tenant
+    name: str
+    index: int
+    requests: deque[Request] = field(default_factory=deque)
+    served: float = 0.0  # virtual time: tokens granted / weight
+    running: int = 0
+    listed: bool = False  # stands among those to look at, or among those that wait
+    waits_for: str = ""  # why the first request waits, "" when it was not looked at or has left
+
+
+class Rows:
+    """State of the batch's rows: the same numbers, the same moves when a row leaves.
+
+    Attributes
+    ----------
+    running : list of Running
+        One a row.
+    prefilling : list of Running
+        Those whose prompt is not in yet, in the order they were admitted.
+    counts, left, reply, tenant : int32 ``[max_rows]``
+        Tokens the row asks for in this step; tokens it has still to generate; the text its made-up reply is drawn from
+        (`kvalloc.engine.request`); its tenant's number.
+    lens : int32 ``[max_rows]``
+        The batch's own `seq_lens`.
+    """
+
+    def __init__(self, batch: Batch, max_rows: int) -> None:
+        self.running: list[Running] = []
+        self.prefilling: list[Running] = []
+        self.lens: Int32 = np.asarray(batch.seq_lens)
+        self.counts, self.left, self.reply, self.tenant = np.zeros((4, max_rows), dtype=np.int32)
+
+    def __len__(self) -> int:
+        """Return the number of rows in use."""
+        return len(self.running)
+
+    def add(self, run: Running) -> None:
+        """Append a row."""
+        row = run.row
+        self.running.append(run)
+        self.prefilling.append(run)
+        self.counts[row] = 0
+        self.left[row] = run.request.max_new
+        self.reply[row] = run.request.reply
+        self.tenant[row] = run.queue.index
+
+    def remove(self, run: Running) -> None:
+        """Take a row out; the last one moves into the hole."""
+        last = self.running.pop()
+        if last is not run:
+            for array in (self.counts, self.left, self.reply, self.tenant):
+                array[run.row] = array[last.row]
+            self.running[run.row] = last
+            last.row = run.row
+        if run.todo:
+            self.prefilling.remove(run)

@@ -1,0 +1,331 @@
+"""The reference scheduler: continuous batching over one pool, fair between tenants.
+
+Each call of `Engine.step` is one step of a serving engine:
+
+1. *Admit.* Tenants take turns by virtual time: tokens they were granted, divided by their weight; the smallest goes next.
+   Within a tenant it is first come, first served. A request is opened with its whole need (prompt and every token it may
+   generate) reserved, so that once it runs it finishes: nothing is preempted, nothing is half loaded. A request that can
+   never fit is refused at once and the next one is looked at.
+2. *Step.* Rows that decode get one token each. What is left of the step's token budget goes to prompts, in the order they
+   were admitted, in chunks. One call, `Batch.step`, makes room for all of them.
+3. *Run* the model, which says what each row sampled. A row whose prompt is not in yet sampled nothing: -1.
+4. *Commit*, then retire the rows that are done.
+
+Nobody starves. When the next request in turn waits for room in the pool, no later one may take that room; only requests that
+fit into what is free of their own tenant's reserve go past, because those bytes are not available to the waiting one anyway.
+A tenant that stands at its own limit makes nobody else wait.
+
+Per-row state is kept in arrays numbered like the batch's rows. Python touches a single row only when it is admitted, while
+its prompt is going in, and when it ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from kvalloc import AdmissionRefused, KvallocError
+
+from .clock import Clock, VirtualClock
+from .rows import Queue, Rows, Running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from kvalloc import Batch, Pool, Sequence, Step, Tenant
+
+    from .request import Int32, Request
+
+__all__ = ["Engine", "Model"]
+
+
+class Model(Protocol):
+    """What turns the batch's arrays into tokens."""
+
+    def step(self, batch: Batch, step: Step, rows: Rows) -> Int32:
+        """Run one step and return what each row sampled, int32 ``[len(rows)]``, an array the engine may write to.
+
+        The entries of rows whose prompt is not in after this step (`Rows.prefilling`) are ignored.
+        """
+        ...
+
+
+class Engine:
+    """Continuous batching over one pool.
+
+    Parameters
+    ----------
+    pool : Pool
+        The pool.
+    model : Model
+        What runs a step; `kvalloc.engine.ClockModel` only takes time.
+    tenants : mapping of str to Tenant
+        Who may send requests. One of another name is refused.
+    clock : Clock, optional
+        Where time is read; by default a virtual clock, which a model has to move.
+    max_rows : int
+        Most sequences that run at once.
+    token_budget : int
+        Most tokens in one step: decoding rows first, then prompts.
+    max_tokens : int
+        The longest sequence, prompt and reply.
+    whole_need : bool
+        Reserve a request's whole need when it is admitted. Without it a sequence may find no room half way; when no row at
+        all can grow, the newest one fails and says by how much.
+    stop : int, optional
+        A token that ends a reply early.
+    listener : callable, optional
+        Called as ``listener(event, request)`` with "arrived", "admitted", "finished", "refused" or "aborted".
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        model: Model,
+        tenants: Mapping[str, Tenant],
+        *,
+        clock: Clock | None = None,
+        max_rows: int = 256,
+        token_budget: int = 8192,
+        max_tokens: int = 131_072,
+        whole_need: bool = True,
+        stop: int | None = None,
+        listener: Callable[[str, Request], None] | None = None,
+    ) -> None:
+        if token_budget < max_rows:
+            raise ValueError(f"token_budget {token_budget} is below max_rows {max_rows}: decoding rows alone need that many")
+        self.pool, self.model, self.clock = pool, model, clock or VirtualClock()
+        self.max_rows, self.token_budget, self.max_tokens = max_rows, token_budget, max_tokens
+        self.whole_need, self.stop = whole_need, stop
+        self.batch = pool.batch(max_rows, max_tokens)
+        self.rows = Rows(self.batch, max_rows)
+        self.queues = {name: Queue(tenant, name, i) for i, (name, tenant) in enumerate(tenants.items())}
+        self.steps = 0
+        self.waiting = 0  # requests in all queues
+        self.core_ns = 0  # time the last step spent in Batch.step and Batch.commit
+        self.idle_while_waiting = 0.0  # seconds in which somebody waited and nothing ran: stays 0
+        self._tell = listener or (lambda event, request: None)
+        self._turns: list[tuple[float, int, Queue]] = []  # heap of queues to look at, by virtual time
+        self._asleep: list[Queue] = []  # queues whose first request waits until something is given back
+        self._holder: Queue | None = None  # the one for which the pool's room is kept free
+        self._virtual = 0.0
+
+    def run(self, arrivals: Iterable[Request]) -> Iterator[float]:
+        """Serve requests in the order they arrive; yield the time after each step.
+
+        Parameters
+        ----------
+        arrivals : iterable of Request
+            Sorted by arrival. Read one ahead, so it may be endless.
+        """
+        source = iter(arrivals)
+        coming = next(source, None)
+        while coming is not None or self.waiting or self.rows:
+            now = self.clock.now()
+            while coming is not None and coming.arrival <= now:
+                self.submit(coming)
+                coming = next(source, None)
+            if not self.step():
+                self._wake()  # limits may have changed, pins may have run out
+                if coming is not None:
+                    self.clock.wait_until(coming.arrival)
+                    self.idle_while_waiting += self.clock.now() - now if self.waiting else 0.0
+                else:
+                    self._give_up()
+            yield self.clock.now()
+
+    def submit(self, request: Request) -> None:
+        """Put a request at the end of its tenant's queue."""
+        self._tell("arrived", request)
+        queue, need = self.queues.get(request.tenant), len(request.prompt) + request.max_new
+        if queue is None:
+            self._refuse(request, f"unknown tenant {request.tenant!r}")
+        elif need > self.max_tokens:
+            self._refuse(request, f"never fits: {need:,} tokens, longest sequence {self.max_tokens:,}")
+        else:
+            if not queue.requests:
+                queue.served = max(queue.served, self._virtual)  # being away earns no credit
+            if not queue.listed:
+                self._list(queue)
+            queue.requests.append(request)
+            self.waiting += 1
+
+    def abort(self, request: Request) -> bool:
+        """Take a request out, whether it waits or runs; return False if it does neither."""
+        for run in self.rows.running:
+            if run.request is request:
+                self._retire(run, "aborted")
+                return True
+        queue = self.queues.get(request.tenant)
+        if queue is None or request not in queue.requests:
+            return False
+        queue.requests.remove(request)  # an empty queue is dropped when its turn comes
+        self.waiting -= 1
+        self._wake()
+        self._tell("aborted", request)
+        return True
+
+    def step(self) -> bool:
+        """Run one step; return False if there was nothing to run."""
+        self.core_ns = 0
+        self._admit()
+        rows, batch = self.rows, self.batch
+        n = len(rows)
+        if n == 0:
+            return False
+        budget = self.token_budget - (n - len(rows.prefilling))
+        for run in rows.prefilling:
+            rows.counts[run.row] = chunk = min(run.todo, budget)
+            budget -= chunk
+        start = perf_counter_ns()
+        out = batch.step(rows.counts[:n])
+        stepped = perf_counter_ns()
+        if out.num_tokens == 0:
+            batch.commit()
+            self._fail_newest(out)
+            return True
+        sampled = self.model.step(batch, out, rows)
+        for refusal in out.refused:
+            sampled[refusal.row] = -1
+        if rows.prefilling:
+            self._advance_prompts(sampled, {refusal.row for refusal in out.refused})
+        committing = perf_counter_ns()
+        batch.commit(sampled)
+        self.core_ns = stepped - start + perf_counter_ns() - committing
+        self.steps += 1
+        left = rows.left[:n]
+        left -= sampled >= 0
+        if self.stop is not None:
+            left[sampled == self.stop] = 0
+        for row in np.flatnonzero(left == 0)[::-1].tolist():  # from the end, so that no row moves before its turn
+            self._retire(rows.running[row], "finished")
+        return True
+
+    def _advance_prompts(self, sampled: Int32, refused: set[int]) -> None:
+        """Count off the chunks that went in; those that are complete decode from now on."""
+        rows, now = self.rows, self.clock.now()
+        still: list[Running] = []
+        for run in rows.prefilling:
+            if run.row not in refused:
+                run.todo -= int(rows.counts[run.row])
+            if run.todo:
+                sampled[run.row] = -1
+                still.append(run)
+            else:
+                rows.counts[run.row] = 1
+                run.request.first_token = now
+        rows.prefilling = still
+
+    def _admit(self) -> None:
+        """Open requests in turn while rows and the step's budget last."""
+        if not self._turns:
+            return
+        rows = self.rows
+        backlog = len(rows) + sum(run.todo for run in rows.prefilling)
+        while self._turns and len(rows) < self.max_rows and backlog < self.token_budget:
+            queue = heapq.heappop(self._turns)[2]
+            while queue.requests:
+                request = queue.requests[0]
+                sequence = self._open(queue, request)
+                if sequence is None and request.refused:
+                    queue.requests.popleft()  # it never fits: look at the next one
+                    self.waiting -= 1
+                    continue
+                break
+            else:
+                queue.listed = False
+                continue
+            if sequence is None:
+                self._asleep.append(queue)
+                continue
+            queue.requests.popleft()
+            self.waiting -= 1
+            run = self._start(queue, request, sequence)
+            backlog += run.todo
+            self._list(queue)
+
+    def _open(self, queue: Queue, request: Request) -> Sequence | None:
+        """Open a request with its whole need, or return None: it waits, or was refused for good."""
+        tenant = queue.tenant
+        if self._holder is not None and self._holder is not queue:
+            need = self.pool.spec.bytes_for(len(request.prompt) + request.max_new)
+            if tenant.held + tenant.pinned + tenant.promised + need > tenant.reserve:
+                queue.waits_for = f"room that {self._holder.name} waits for"
+                return None
+        if request.ids is None:
+            request.ids = request.prompt.tokens()
+        try:
+            return self.pool.open(
+                tenant, request.ids, request.max_new, share=request.share, admit=self.whole_need
+            )
+        except AdmissionRefused as no:
+            if no.verdict == "never":
+                self._refuse(request, f"never fits: {no}")
+            else:
+                queue.waits_for = str(no)
+                if no.level is None and self._holder is None:  # no tenant's limit: the pool is full
+                    self._holder = queue
+        except KvallocError as error:
+            self._refuse(request, str(error))
+        return None
+
+    def _start(self, queue: Queue, request: Request, sequence: Sequence) -> Running:
+        prompt = len(request.prompt)
+        request.ids, request.admitted, request.cached = None, self.clock.now(), sequence.cached_tokens
+        run = Running(request, sequence, queue, self.batch.add(sequence), prompt - request.cached)
+        self.rows.add(run)
+        self._virtual = max(self._virtual, queue.served)
+        queue.served += (prompt - request.cached + request.max_new) / queue.tenant.weight
+        queue.running += 1
+        queue.waits_for = ""
+        self._tell("admitted", request)
+        return run
+
+    def _retire(self, run: Running, event: str) -> None:
+        """Give back a row, its sequence and what it reserved."""
+        request, queue = run.request, run.queue
+        request.produced = request.max_new - max(0, int(self.rows.left[run.row])) if event != "finished" else request.max_new
+        request.finished = self.clock.now()
+        self.batch.remove(run.sequence)
+        self.rows.remove(run)
+        run.sequence.close()
+        queue.running -= 1
+        self._wake()
+        self._tell(event, request)
+
+    def _refuse(self, request: Request, why: str) -> None:
+        request.refused, request.ids, request.finished = why, None, self.clock.now()
+        self._tell("refused", request)
+
+    def _wake(self) -> None:
+        """Something was given back: look at those who wait."""
+        self._holder = None
+        for queue in self._asleep:
+            self._list(queue)
+        self._asleep.clear()
+
+    def _list(self, queue: Queue) -> None:
+        queue.listed = True
+        heapq.heappush(self._turns, (queue.served, queue.index, queue))
+
+    def _fail_newest(self, out: Step) -> None:
+        """No row could grow: the newest one ends, which lets the others go on."""
+        refused = {refusal.row: refusal for refusal in out.refused}
+        run = max((self.rows.running[row] for row in refused), key=lambda run: run.request.admitted)
+        no = refused[run.row]
+        run.request.refused = f"out of pages: {no.reason}, {no.needed_bytes:,} bytes more needed"
+        self._retire(run, "refused")
+
+    def _give_up(self) -> None:
+        """Nothing runs or will come: whoever still waits does so for bytes that this engine does not hold."""
+        for queue in self.queues.values():
+            queue.listed = False
+            while queue.requests:
+                self._refuse(queue.requests.popleft(), f"stuck: {queue.waits_for or 'held outside this engine'}")
+        self.waiting = 0
+        self._turns.clear()
+        self._asleep.clear()
+        self._holder = None

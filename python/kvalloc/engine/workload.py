@@ -1,0 +1,111 @@
+"""The built-in workload: four tenants that a serving team knows, in five minutes.
+
+``chat``
+    Conversations of a few turns. All begin with the same system prompt, shared with ``agent`` under their parent ``shop``.
+``agent``
+    Sessions of many quick turns; each sends the whole context again and a tool's answer.
+``search``
+    Long prompts of retrieved documents, used once: the scans that wash a cache out.
+``batch``
+    A flood of jobs once a minute, as many as fit; it has a limit and no reserve.
+
+A later turn repeats the earlier ones word by word, replies included, so that it hits what is still cached. Turns come at
+times that were drawn beforehand, whether or not the reply is out by then. Everything follows from the seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .request import Request, Text
+from .tenants import TenantPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["DEVICE", "SECONDS", "builtin_tenants", "builtin_workload"]
+
+SECONDS = 300.0
+DEVICE = "24GiB"  # the size at which the default model shows eviction, a reserve and a limit at work
+_SYSTEM, _SYSTEM_TOKENS = 1, 1536
+_FEWSHOT, _FEWSHOT_TOKENS = 2, 1024
+
+
+def builtin_tenants() -> list[TenantPlan]:
+    """Return the tenant tree of the workload."""
+    return [
+        TenantPlan("shop", limit="70%", traffic=0.0),
+        TenantPlan("chat", "shop", reserve="20%", weight=4, share="shop", share_tokens=_SYSTEM_TOKENS),
+        TenantPlan("agent", "shop", reserve="15%", weight=2, share="shop", share_tokens=_SYSTEM_TOKENS),
+        TenantPlan("search", None, reserve="10%", limit="40%", weight=2),
+        TenantPlan("batch", None, limit="30%", weight=1),
+    ]
+
+
+def builtin_workload(seconds: float = SECONDS, *, seed: int = 0) -> Iterator[Request]:
+    """Generate the requests that arrive in a number of seconds, in order.
+
+    Examples
+    --------
+    >>> first = next(builtin_workload())
+    >>> first.tenant in {"chat", "agent", "search", "batch"}
+    True
+    """
+    texts = (itertools.count(16 + k, 4) for k in range(4))
+    streams = [
+        _sessions("chat", seconds, next(texts), np.random.default_rng([seed, 1]), 1.3, 4, (30, 220), (60, 420), 14.0),
+        _sessions("agent", seconds, next(texts), np.random.default_rng([seed, 2]), 0.16, 14, (250, 2200), (40, 220), 3.0),
+        _search(seconds, next(texts), np.random.default_rng([seed, 3])),
+        _batch(seconds, next(texts), np.random.default_rng([seed, 4])),
+    ]
+    return heapq.merge(*streams, key=lambda request: request.arrival)
+
+
+def _sessions(
+    tenant: str,
+    seconds: float,
+    texts: itertools.count[int],
+    rng: np.random.Generator,
+    rate: float,
+    turns: int,
+    asks: tuple[int, int],
+    replies: tuple[int, int],
+    pause: float,
+) -> Iterator[Request]:
+    """Conversations that start at a rate and have a geometric number of turns."""
+    made: list[Request] = []
+    start = 0.0
+    while (start := start + rng.exponential(1.0 / rate)) < seconds:
+        time, parts = start, ((_SYSTEM, _SYSTEM_TOKENS),)
+        for _ in range(int(rng.geometric(1.0 / turns))):
+            ask, length, reply = next(texts), int(rng.integers(*asks)), int(rng.integers(*replies))
+            parts += ((ask, length),)
+            share = (("shop", _SYSTEM_TOKENS),)
+            made.append(Request(time, tenant, Text(parts), reply, share, ask, ask + (1 << 29)))
+            parts += ((ask + (1 << 29), reply),)
+            time += 1.0 + reply * 0.02 + rng.exponential(pause)
+            if time >= seconds:
+                break
+    made.sort(key=lambda request: request.arrival)
+    return iter(made)
+
+
+def _search(seconds: float, texts: itertools.count[int], rng: np.random.Generator) -> Iterator[Request]:
+    time = 0.0
+    while (time := time + rng.exponential(1.0 / 0.9)) < seconds:
+        text = next(texts)
+        yield Request(time, "search", Text(((text, int(rng.integers(5000, 13000))),)), int(rng.integers(80, 500)), (), text, text + (1 << 29))
+
+
+def _batch(seconds: float, texts: itertools.count[int], rng: np.random.Generator) -> Iterator[Request]:
+    time = 30.0
+    while time < seconds:
+        for _ in range(180):
+            text = next(texts)
+            parts = ((_FEWSHOT, _FEWSHOT_TOKENS), (text, int(rng.integers(400, 3000))))
+            yield Request(time, "batch", Text(parts), int(rng.integers(200, 900)), (), text, text + (1 << 29))
+        time += 60.0
