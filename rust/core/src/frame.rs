@@ -125,7 +125,10 @@ impl Arena {
         let count = bytes.div_ceil(extent).min(u64::from(layout.extents));
         let bytes = bytes.min(count * extent);
         debug_assert_eq!((bytes, count), (layout.bytes, u64::from(layout.extents)), "a layout of the spec");
-        debug_assert!(layout.sizes.iter().all(|size| *size > 0 && extent % size == 0), "frames tile an extent");
+        debug_assert!(
+            layout.sizes.iter().all(|size| *size > 0 && extent % size == 0),
+            "frames tile an extent"
+        );
         debug_assert!(layout.reserved <= extent, "the reserved bytes lie in extent 0");
         let tilings = layout.sizes.iter().map(|&size| Tiling::new(size, extent, layout.reserved, bytes));
         Self {
@@ -140,7 +143,7 @@ impl Arena {
     /// one thread. Fewer only if there were no more.
     #[inline]
     pub fn claim(&self, size: SizeId, lane: Lane, want: usize, out: &mut Vec<FrameId>) -> usize {
-        self.extents.claim(size, lane, want, &mut |frame| out.push(FrameId(frame)))
+        self.extents.claim(size, lane, want, &mut |run| out.extend(run.map(FrameId)))
     }
 
     /// Give a frame back.
@@ -263,7 +266,7 @@ impl Slots {
     /// there were no more.
     #[inline]
     pub fn claim(&self, lane: Lane, want: usize, out: &mut Vec<PageId>) -> usize {
-        self.extents.claim(Self::SIZE, lane, want, &mut |id| out.push(PageId(id)))
+        self.extents.claim(Self::SIZE, lane, want, &mut |run| out.extend(run.map(PageId)))
     }
 
     /// Give an id back.

@@ -13,7 +13,8 @@ const B: SizeId = SizeId(1);
 
 fn arena(sizes: &[u64], extent_bytes: u64, extents: u32) -> Arena {
     let bytes = extent_bytes * u64::from(extents);
-    let layout = ArenaLayout { bytes, rounded_off: 0, extent_bytes, extents, sizes: sizes.into(), reserved: 0 };
+    let layout =
+        ArenaLayout { bytes, rounded_off: 0, extent_bytes, extents, sizes: sizes.into(), reserved: 0 };
     Arena::new(&layout)
 }
 

@@ -92,10 +92,7 @@ fn reserved_bytes_belong_to_nobody() {
     assert_eq!((arena.unusable_bytes(), arena.free_bytes()), (0, 0));
     check(&arena);
     for frame in [0, 8] {
-        assert_eq!(
-            arena.release(B, FrameId(frame)),
-            Err(FrameError::NoSuchFrame { size: B, frame })
-        );
+        assert_eq!(arena.release(B, FrameId(frame)), Err(FrameError::NoSuchFrame { size: B, frame }));
     }
 }
 
