@@ -459,6 +459,16 @@ impl Extents {
         Ok((extent as usize, frame - extent * tiling.per_extent))
     }
 
+    /// Clear bits of the word where `bit` is: those that were set. None if the extent serves another size; with one size
+    /// bits are set only where it is served.
+    #[inline]
+    fn clear(&self, extent: usize, size: SizeId, bit: u32, mask: u64) -> u64 {
+        if self.returns() && !self.read(extent).serves(size) {
+            return 0;
+        }
+        self.bits(extent, bit as usize / 64).clear(mask) & mask
+    }
+
     #[cold]
     #[inline(never)]
     fn fault(&self, times: u32, error: FrameError) -> FrameError {
@@ -470,7 +480,7 @@ impl Extents {
     pub(super) fn release(&self, size: SizeId, frame: u32) -> Result<(), FrameError> {
         let (extent, bit) = self.place(size, frame).map_err(|e| self.fault(1, e))?;
         let mask = 1 << (bit % 64);
-        if !self.read(extent).serves(size) || self.bits(extent, bit as usize / 64).clear(mask) & mask == 0 {
+        if self.clear(extent, size, bit, mask) == 0 {
             return Err(self.fault(1, FrameError::NotAllocated { size, frame }));
         }
         self.give(extent, size, 1);
@@ -518,11 +528,7 @@ impl Extents {
                 frames.next();
             }
             // What was cleared and not given yet still holds the extent to its size.
-            let was = if self.read(extent).serves(size) {
-                self.bits(extent, bit as usize / 64).clear(mask) & mask
-            } else {
-                0
-            };
+            let was = self.clear(extent, size, bit, mask);
             hand.1 += was.count_ones();
             if was != mask {
                 let missing = mask & !was;
@@ -540,13 +546,19 @@ impl Extents {
         if n == 0 {
             return;
         }
-        let total = self.tiling(size).frames_in(extent);
-        let mut after = ExtentWord(0);
-        let given = self.word(extent).transit(|word| {
-            after = ExtentWord(word).release(size, n, total, self.returns())?;
-            Some(after.0)
-        });
-        debug_assert!(given.is_ok(), "a set bit holds its extent to its size");
+        let after = if self.returns() {
+            let total = self.tiling(size).frames_in(extent);
+            let mut after = ExtentWord(0);
+            let given = self.word(extent).transit(|word| {
+                after = ExtentWord(word).release(size, n, total, true)?;
+                Some(after.0)
+            });
+            debug_assert!(given.is_ok(), "a set bit holds its extent to its size");
+            after
+        } else {
+            let step = ExtentWord::release_step(n);
+            ExtentWord(self.word(extent).plus(step).wrapping_add(step))
+        };
         if after.is_hidden() {
             self.show(extent, after);
         }
