@@ -129,7 +129,7 @@ impl Arena {
     /// one thread. Fewer only if there were no more.
     #[inline]
     pub fn claim(&self, size: SizeId, lane: Lane, want: usize, out: &mut Vec<FrameId>) -> usize {
-        self.extents.claim(size, lane, want, &mut |frame| out.push(FrameId(frame)))
+        self.extents.claim(size, lane, want, &mut |run| out.extend(run.map(FrameId)))
     }
 
     /// Give a frame back.
@@ -252,7 +252,7 @@ impl Slots {
     /// there were no more.
     #[inline]
     pub fn claim(&self, lane: Lane, want: usize, out: &mut Vec<PageId>) -> usize {
-        self.extents.claim(Self::SIZE, lane, want, &mut |id| out.push(PageId(id)))
+        self.extents.claim(Self::SIZE, lane, want, &mut |run| out.extend(run.map(PageId)))
     }
 
     /// Give an id back.

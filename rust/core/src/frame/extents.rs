@@ -34,6 +34,8 @@
 //! Every loop here goes round again only because another thread's step succeeded, and no step of anyone is waited for.
 //! A thread that stops for ever in a claim or a release takes with it the frames of that one call.
 
+use std::ops::Range;
+
 use super::{
     FrameError,
     lists::{List, Seen},
@@ -65,6 +67,8 @@ pub(super) struct Tiling {
     first: u32,
     /// One above the last.
     end: u32,
+    /// 2^64 / `per_extent`, rounded up; 0 for an extent of one frame.
+    inverse: u64,
 }
 
 impl Tiling {
@@ -72,10 +76,21 @@ impl Tiling {
     pub(super) fn new(unit: u64, extent: u64, reserved: u64, total: u64) -> Self {
         let frames = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
         let unit = unit.max(1);
+        let per_extent = frames((extent / unit).max(1));
         Self {
-            per_extent: frames((extent / unit).max(1)),
+            per_extent,
             first: frames(reserved.div_ceil(unit)),
             end: frames(total / unit),
+            inverse: (u64::MAX / u64::from(per_extent)).wrapping_add(1),
+        }
+    }
+
+    /// The extent a frame lies in. A multiplication: exact for all 32-bit numbers.
+    #[inline]
+    pub(super) fn extent_of(&self, frame: u32) -> u32 {
+        match self.inverse {
+            0 => frame,
+            inverse => (u128::from(inverse) * u128::from(frame) >> 64) as u32,
         }
     }
 
@@ -83,6 +98,9 @@ impl Tiling {
     #[inline]
     fn range(&self, extent: usize) -> (u32, u32) {
         let start = extent as u64 * u64::from(self.per_extent);
+        if start >= u64::from(self.first) && start + u64::from(self.per_extent) <= u64::from(self.end) {
+            return (0, self.per_extent);
+        }
         let low = u64::from(self.first).saturating_sub(start).min(u64::from(self.per_extent));
         let high = u64::from(self.end).saturating_sub(start).min(u64::from(self.per_extent));
         (low as u32, high.max(low) as u32)
@@ -101,14 +119,9 @@ impl Tiling {
         (frame + (word_end - bit)).min(self.end - 1)
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, not(kvalloc_loom)))]
     pub(super) fn per_extent(&self) -> u32 {
         self.per_extent
-    }
-
-    /// The extent a frame lies in.
-    pub(super) fn extent_of(&self, frame: u32) -> u32 {
-        frame / self.per_extent
     }
 
     /// All frames there are.
@@ -197,9 +210,15 @@ impl Extents {
 
     // Claim.
 
-    /// Up to `want` frames of a size, pushed as found; how many. Fewer only if at one moment there were no more.
+    /// Up to `want` frames of a size, pushed as runs as they are found; how many. Fewer only if at one moment there were no more.
     #[inline]
-    pub(super) fn claim(&self, size: SizeId, lane: Lane, want: usize, push: &mut impl FnMut(u32)) -> usize {
+    pub(super) fn claim(
+        &self,
+        size: SizeId,
+        lane: Lane,
+        want: usize,
+        push: &mut impl FnMut(Range<u32>),
+    ) -> usize {
         let want = want.min(u32::MAX as usize) as u32;
         let mut claim = Claim { size, lane: Lane::wrapped(u64::from(lane.0)), want };
         let hint = self.lane(claim.lane, size).peek();
@@ -224,7 +243,7 @@ impl Extents {
         claim: Claim,
         guest: bool,
         from: usize,
-        push: &mut impl FnMut(u32),
+        push: &mut impl FnMut(Range<u32>),
     ) -> u32 {
         let keep = (!guest).then_some(claim.lane);
         let mut n = 0;
@@ -245,7 +264,14 @@ impl Extents {
 
     /// Take the `n` bits one has the right to; the word where the last one lay.
     #[inline]
-    fn fill(&self, extent: usize, size: SizeId, n: u32, from: usize, push: &mut impl FnMut(u32)) -> usize {
+    fn fill(
+        &self,
+        extent: usize,
+        size: SizeId,
+        n: u32,
+        from: usize,
+        push: &mut impl FnMut(Range<u32>),
+    ) -> usize {
         let tiling = self.tiling(size);
         let (low, high) = tiling.range(extent);
         let words = (high.div_ceil(64) as usize).max(1);
@@ -264,16 +290,11 @@ impl Extents {
             let word = self.bits(extent, at);
             let mut used = word.get();
             while !used & valid != 0 {
-                let take = lowest(!used & valid, left);
+                let (take, n) = lowest(!used & valid, left);
                 match word.cas(used, used | take) {
                     Ok(_) => {
-                        let base = extent as u32 * tiling.per_extent + start;
-                        let mut rest = take;
-                        while rest != 0 {
-                            push(base + rest.trailing_zeros());
-                            rest &= rest - 1;
-                        }
-                        left -= take.count_ones();
+                        push_runs(take, extent as u32 * tiling.per_extent + start, push);
+                        left -= n;
                         break;
                     }
                     Err(found) => used = found,
@@ -290,7 +311,7 @@ impl Extents {
     /// The lane's extent has nothing left: settle in another one. 0: there was a moment with nothing anywhere.
     #[cold]
     #[inline(never)]
-    fn claim_elsewhere(&self, claim: Claim, push: &mut impl FnMut(u32)) -> u32 {
+    fn claim_elsewhere(&self, claim: Claim, push: &mut impl FnMut(Range<u32>)) -> u32 {
         let hint = self.lane(claim.lane, claim.size).peek();
         let from = match hint & EXTENT {
             0 => self.first_extent(claim.lane),
@@ -341,7 +362,7 @@ impl Extents {
         list: usize,
         from: usize,
         shy: bool,
-        push: &mut impl FnMut(u32),
+        push: &mut impl FnMut(Range<u32>),
     ) -> u32 {
         let choices = if self.returns() && list != self.arena_list() { CHOICES } else { 1 };
         let mut seen_free = 0;
@@ -389,7 +410,7 @@ impl Extents {
     }
 
     /// Take an extent from the arena for the size, and the first frames of it.
-    fn take(&self, extent: usize, claim: Claim, guest: bool, push: &mut impl FnMut(u32)) -> u32 {
+    fn take(&self, extent: usize, claim: Claim, guest: bool, push: &mut impl FnMut(Range<u32>)) -> u32 {
         let total = self.tiling(claim.size).frames_in(extent);
         let mut after = (ExtentWord(0), 0);
         let taken = self.word(extent).transit(|word| {
@@ -434,8 +455,18 @@ impl Extents {
         if frame < tiling.first || frame >= tiling.end {
             return Err(FrameError::NoSuchFrame { size, frame });
         }
-        let (extent, bit) = (frame / tiling.per_extent, frame % tiling.per_extent);
-        Ok((extent as usize, bit))
+        let extent = tiling.extent_of(frame);
+        Ok((extent as usize, frame - extent * tiling.per_extent))
+    }
+
+    /// Clear bits of the word where `bit` is: those that were set. None if the extent serves another size; with one size
+    /// bits are set only where it is served.
+    #[inline]
+    fn clear(&self, extent: usize, size: SizeId, bit: u32, mask: u64) -> u64 {
+        if self.returns() && !self.read(extent).serves(size) {
+            return 0;
+        }
+        self.bits(extent, bit as usize / 64).clear(mask) & mask
     }
 
     #[cold]
@@ -449,7 +480,7 @@ impl Extents {
     pub(super) fn release(&self, size: SizeId, frame: u32) -> Result<(), FrameError> {
         let (extent, bit) = self.place(size, frame).map_err(|e| self.fault(1, e))?;
         let mask = 1 << (bit % 64);
-        if !self.read(extent).serves(size) || self.bits(extent, bit as usize / 64).clear(mask) & mask == 0 {
+        if self.clear(extent, size, bit, mask) == 0 {
             return Err(self.fault(1, FrameError::NotAllocated { size, frame }));
         }
         self.give(extent, size, 1);
@@ -497,11 +528,7 @@ impl Extents {
                 frames.next();
             }
             // What was cleared and not given yet still holds the extent to its size.
-            let was = if self.read(extent).serves(size) {
-                self.bits(extent, bit as usize / 64).clear(mask) & mask
-            } else {
-                0
-            };
+            let was = self.clear(extent, size, bit, mask);
             hand.1 += was.count_ones();
             if was != mask {
                 let missing = mask & !was;
@@ -519,13 +546,19 @@ impl Extents {
         if n == 0 {
             return;
         }
-        let total = self.tiling(size).frames_in(extent);
-        let mut after = ExtentWord(0);
-        let given = self.word(extent).transit(|word| {
-            after = ExtentWord(word).release(size, n, total, self.returns())?;
-            Some(after.0)
-        });
-        debug_assert!(given.is_ok(), "a set bit holds its extent to its size");
+        let after = if self.returns() {
+            let total = self.tiling(size).frames_in(extent);
+            let mut after = ExtentWord(0);
+            let given = self.word(extent).transit(|word| {
+                after = ExtentWord(word).release(size, n, total, true)?;
+                Some(after.0)
+            });
+            debug_assert!(given.is_ok(), "a set bit holds its extent to its size");
+            after
+        } else {
+            let step = ExtentWord::release_step(n);
+            ExtentWord(self.word(extent).plus(step).wrapping_add(step))
+        };
         if after.is_hidden() {
             self.show(extent, after);
         }
@@ -546,15 +579,32 @@ impl Extents {
     }
 }
 
-/// The lowest `n` set bits.
+/// The lowest `n` set bits, and how many these are. `bits` is not 0, nor is `n`.
 #[inline]
-fn lowest(bits: u64, n: u32) -> u64 {
-    if n >= bits.count_ones() {
-        return bits;
+fn lowest(bits: u64, n: u32) -> (u64, u32) {
+    // Most often they are adjacent.
+    let low = bits.trailing_zeros();
+    if n <= 64 - low {
+        let run = u64::MAX >> (64 - n) << low;
+        if bits & run == run {
+            return (run, n);
+        }
     }
-    let mut rest = bits;
-    for _ in 0..n {
+    let (mut rest, mut count) = (bits, 0);
+    while rest != 0 && count < n {
         rest &= rest - 1;
+        count += 1;
     }
-    bits & !rest
+    (bits & !rest, count)
+}
+
+/// Push the frames of set bits, counted from `base`, run by run.
+#[inline]
+fn push_runs(mut bits: u64, base: u32, push: &mut impl FnMut(Range<u32>)) {
+    while bits != 0 {
+        let low = bits.trailing_zeros();
+        let end = low + (!(bits >> low)).trailing_zeros();
+        push(base + low..base + end);
+        bits &= u64::MAX.checked_shl(end).unwrap_or(0);
+    }
 }

@@ -7,22 +7,23 @@
 //! # Words
 //!
 //! `epoch`: how many frames were ever retired. A frame's stamp is the epoch its retirement made.
-//! Per batch one word, a cache line apart: 0 free, 1 registered and quiescent, else `epoch << 2 | 2`: it has something
-//! outstanding, and everything it shows was read when at least `epoch` frames had been retired.
+//! Per batch two words in a cache line of their own. `shown`: 0 free, 1 registered and quiescent, else `epoch << 2 | 2`: it
+//! has something outstanding, and everything it shows was read when at least `epoch` frames had been retired; written by
+//! the batch alone. `gate`: where a step and a drain meet; only ever added to.
 //!
 //! # Protocol
 //!
 //! - A move stores the new location, then retires the old frame: its stamp is drawn after the location was stored.
-//! - A step reads the epoch, then (coming out of quiescence) exchanges its word, then reads locations. At its end it
-//!   stores the epoch it read first. A commit with nothing outstanding stores "quiescent".
-//! - A drain reads the words of all batches with an add of 0. A frame is ripe when each is free, quiescent, or at the
-//!   frame's stamp or beyond.
+//! - A step reads the epoch; coming out of quiescence it stores it as shown, then adds 1 to the gate. Then it reads locations.
+//!   At its end it stores the epoch it read first. A commit with nothing outstanding stores "quiescent".
+//! - A drain adds 0 to the gate of each batch, then reads what is shown. A frame is ripe when each batch is free, quiescent,
+//!   or at the frame's stamp or beyond.
 //!
-//! Why a drain that sees "quiescent" may go on though the batch begins a step at that moment: both act on the batch's
-//! word by read-modify-write, so one comes first. If it is the step's exchange, the drain sees it. If it is the drain's
-//! add, the exchange takes over what the drain knew, the new location included, and the step reads that.
+//! Why a drain that reads "quiescent" may go on though the batch begins a step at that moment: of the two additions to the
+//! gate one comes first. If it is the step's, the drain reads what the step has stored before. If it is the drain's,
+//! the step takes over with its own what the drain knew, the new location included, and reads that.
 //!
-//! The batch's side is a load and a store per step. Limbo is a queue under a lock: plans take it, and a drain, which is called on
+//! The batch's side is an addition and three stores per step. Limbo is a queue under a lock: plans take it, and a drain, which is called on
 //! the way of allocations, passes by if somebody has it.
 //!
 //! Callers: batch.rs (register, enter, step, quiesce, leave), plans (retire), pool.rs (drain).
@@ -35,7 +36,7 @@ use crate::{
     word::{FrameId, SizeId, TIERS, Tier},
 };
 
-const LINE: usize = if cfg!(kvalloc_loom) { 1 } else { 8 };
+const LINE: usize = if cfg!(kvalloc_loom) { 2 } else { 8 };
 const FREE: u64 = 0;
 const QUIET: u64 = 1;
 const SHOWS: u64 = 2;
@@ -95,8 +96,12 @@ impl Quiescence {
     }
 
     #[inline]
-    fn batch(&self, slot: usize) -> &AtomicU64 {
+    fn shown(&self, slot: usize) -> &AtomicU64 {
         &self.batches[slot * LINE]
+    }
+    #[inline]
+    fn gate(&self, slot: usize) -> &AtomicU64 {
+        &self.batches[slot * LINE + 1]
     }
 
     /// A place for a new batch, quiescent.
@@ -104,11 +109,11 @@ impl Quiescence {
         for slot in 0..BATCHES {
             // Before the word, so that a drain that doesn't look here has read `high` before the first step.
             let high = slot as u64 + 1;
-            if self.batch(slot).peek() != FREE {
+            if self.shown(slot).peek() != FREE {
                 continue;
             }
             let _ = self.high.transit(|now| (now < high).then_some(high));
-            if self.batch(slot).cas(FREE, QUIET).is_ok() {
+            if self.shown(slot).cas(FREE, QUIET).is_ok() {
                 return Ok(BatchSlot(slot as u32));
             }
         }
@@ -117,16 +122,17 @@ impl Quiescence {
 
     /// The batch is gone and shows nothing.
     pub fn leave(&self, slot: BatchSlot) {
-        self.batch(slot.0 as usize).put(FREE);
+        self.shown(slot.0 as usize).put(FREE);
     }
 
     /// A step begins: to be called before it reads any location.
     #[inline]
     pub fn enter(&self, slot: BatchSlot) -> Entered {
-        let word = self.batch(slot.0 as usize);
+        let slot = slot.0 as usize;
         let epoch = self.epoch.get();
-        if word.peek() == QUIET {
-            word.exchange(epoch << 2 | SHOWS);
+        if self.shown(slot).peek() == QUIET {
+            self.shown(slot).put(epoch << 2 | SHOWS);
+            self.gate(slot).plus(1);
         }
         Entered(epoch)
     }
@@ -134,13 +140,13 @@ impl Quiescence {
     /// The step has written its arrays: nothing older than its beginning is shown from now on.
     #[inline]
     pub fn step(&self, slot: BatchSlot, Entered(epoch): Entered) {
-        self.batch(slot.0 as usize).put(epoch << 2 | SHOWS);
+        self.shown(slot.0 as usize).put(epoch << 2 | SHOWS);
     }
 
     /// A commit with nothing outstanding: the batch shows nothing until it enters again.
     #[inline]
     pub fn quiesce(&self, slot: BatchSlot) {
-        self.batch(slot.0 as usize).put(QUIET);
+        self.shown(slot.0 as usize).put(QUIET);
     }
 
     /// A page has moved away from a frame: the frame waits here. `bytes` is the size of one frame.
@@ -180,9 +186,12 @@ impl Quiescence {
     fn ripe(&self) -> u64 {
         let high = self.high.plus(0) as usize;
         (0..high)
-            .map(|slot| match self.batch(slot).plus(0) {
-                FREE | QUIET => u64::MAX,
-                word => word >> 2,
+            .map(|slot| {
+                self.gate(slot).plus(0);
+                match self.shown(slot).get() {
+                    FREE | QUIET => u64::MAX,
+                    word => word >> 2,
+                }
             })
             .min()
             .unwrap_or(u64::MAX)

@@ -284,6 +284,7 @@ fn nothing_is_answered_only_if_there_is_nothing() {
                     }
                     held.drain(..give);
                 }
+                held.iter().for_each(|f| owner[f.as_usize()].store(0, Ordering::Relaxed));
                 arena.release_many(A, &held).expect("allocated");
             });
         }

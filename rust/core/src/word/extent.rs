@@ -116,12 +116,14 @@ impl ExtentWord {
         if !self.serves(size) || n > total - self.free() {
             return None;
         }
-        let turn = (self.0 & TURN).wrapping_add(1 << TURN_SHIFT);
-        if leave && self.free() + n == total {
-            Some(Self(turn | HIDDEN))
-        } else {
-            Some(Self(turn | (self.0 & !TURN) + n as u64))
-        }
+        let next = self.0.wrapping_add(Self::release_step(n));
+        if leave && self.free() + n == total { Some(Self(next & TURN | HIDDEN)) } else { Some(Self(next)) }
+    }
+
+    /// What a release of `n` frames adds to a word whose extent doesn't leave its size.
+    #[inline]
+    pub const fn release_step(n: u32) -> u64 {
+        1 << TURN_SHIFT | n as u64
     }
 
     /// It stands in its list.
