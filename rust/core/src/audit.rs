@@ -21,7 +21,6 @@
 //! Callers: the binding.
 
 use crate::{
-    index::Parent,
     page::Link,
     pool::Pool,
     sync::Atom,
@@ -128,8 +127,8 @@ impl<'a> Audit<'a> {
     fn new(pool: &'a Pool) -> Self {
         let maps = Tier::ALL.map(|tier| {
             let arena = pool.arena(tier);
-            let bits = |size: usize| arena.frames(crate::word::SizeId(size as u8)).div_ceil(64) as usize;
-            (0..arena.sizes().len()).map(|size| vec![0; bits(size)]).collect()
+            let bytes = pool.layouts[tier.as_usize()].bytes;
+            arena.sizes().iter().map(|size| vec![0; (bytes / size) as usize / 64 + 1]).collect()
         });
         let tenants = pool.ledger.top() as usize + 1;
         Self {
@@ -249,9 +248,8 @@ impl<'a> Audit<'a> {
                 Some(children) => *children += 1,
                 None => return Some(format!("continues {parent:?}, which is no page")),
             }
-            let Parent::Page { at, .. } = (Parent::Page { at: parent, prefix: 0 }) else { return None };
-            let above = pool.pages.read(at.id);
-            if !above.is_indexed() || (above.generation().0 ^ at.generation.0) & (u32::MAX >> 1) != 0 {
+            let above = pool.pages.read(parent.id);
+            if !above.is_indexed() || (above.generation().0 ^ parent.generation.0) & (u32::MAX >> 1) != 0 {
                 return Some(format!("continues {parent:?}, which has gone: nobody can reach it"));
             }
         }

@@ -315,6 +315,34 @@ impl Batch {
         Ok(())
     }
 
+    /// Fill other arrays of the same shape from now on.
+    ///
+    /// # Errors
+    /// Busy.
+    pub fn bind(&self, arrays: Box<dyn Arrays>) -> Result<(), Error> {
+        let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
+        inner.arrays = arrays;
+        for row in 0..inner.rows.len() {
+            inner.sync_out(row);
+            inner.sync_in(&self.shared.pool, self.shared.shape, row);
+        }
+        inner.shown = self.shared.shape.step as usize;
+        Ok(())
+    }
+
+    /// Take every sequence out. They stay open.
+    ///
+    /// # Errors
+    /// Busy, also if one of the sequences is: those before it are out then.
+    pub fn clear(&self) -> Result<(), Error> {
+        while let Some(last) = self.rows()?.checked_sub(1) {
+            if let Some(sequence) = self.sequence(last)? {
+                self.remove(&sequence)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Steps that wait for their commit.
     ///
     /// # Errors

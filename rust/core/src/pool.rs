@@ -233,7 +233,9 @@ impl Pool {
         self.closed.get() != 0
     }
 
-    pub(crate) fn check_open(&self) -> Result<(), Error> {
+    /// # Errors
+    /// The pool was closed.
+    pub fn check_open(&self) -> Result<(), Error> {
         if self.is_closed() { Err(Error::Closed("the pool")) } else { Ok(()) }
     }
 

@@ -133,7 +133,8 @@ pub(crate) fn with_int32<R>(
     if let Some(buffer) = flat::<i32>(value)
         && let Some(cells) = buffer.as_slice(value.py())
     {
-        let numbers: smallcopy::Rows = cells.iter().map(|cell| cell.get()).collect();
+        // Python may write to the buffer at any time, so the core gets a copy.
+        let numbers: Vec<i32> = cells.iter().map(|cell| cell.get()).collect();
         return Ok(f(&numbers));
     }
     let outside = |n: &dyn std::fmt::Display| {
@@ -150,11 +151,6 @@ pub(crate) fn with_int32<R>(
         item.extract::<i32>().map_err(|_| outside(&shown(&item)))
     });
     Ok(f(&numbers.collect::<PyResult<Vec<_>>>()?))
-}
-
-mod smallcopy {
-    /// Python may write to a buffer at any time, so the core gets a copy: a few hundred bytes.
-    pub(crate) type Rows = Vec<i32>;
 }
 
 /// Page references: (generation, id) in 64 bits each.

@@ -29,7 +29,6 @@ pub(crate) struct Spec {
 
 impl Spec {
     /// The core's spec.
-    #[expect(dead_code, reason = "the pool's constructor takes it")]
     pub(crate) fn core(&self) -> &Arc<spec::Spec> {
         &self.inner
     }
