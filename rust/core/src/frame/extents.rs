@@ -344,15 +344,11 @@ impl Extents {
         (lane.0.reverse_bits() >> 4) as usize * self.count / LANES
     }
 
-    /// Extents before this one have no frames of the size: the reserved bytes are in extent 0.
-    fn first_useful(&self, size: SizeId) -> usize {
-        (self.count > 0 && self.tiling(size).frames_in(0) == 0).into()
-    }
-
+    /// See `List::empty_stamp`, for the size's list and the arena's. Extent 0 may be all reserved.
     fn empty_stamp(&self, size: SizeId) -> Option<u64> {
-        let first = self.first_useful(size);
-        let own = self.lists[size.as_usize()].empty_stamp(first)?;
-        Some(own.wrapping_add(self.lists[self.arena_list()].empty_stamp(first)?))
+        let but_first = self.count > 0 && self.tiling(size).frames_in(0) == 0;
+        let own = self.lists[size.as_usize()].empty_stamp(false)?;
+        Some(own.wrapping_add(self.lists[self.arena_list()].empty_stamp(but_first)?))
     }
 
     /// Claim from the best of the first few extents of a list; what has nothing is taken out on the way.
