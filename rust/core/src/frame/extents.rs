@@ -90,7 +90,7 @@ impl Tiling {
     pub(super) fn extent_of(&self, frame: u32) -> u32 {
         match self.inverse {
             0 => frame,
-            inverse => (u128::from(inverse) * u128::from(frame) >> 64) as u32,
+            inverse => ((u128::from(inverse) * u128::from(frame)) >> 64) as u32,
         }
     }
 
