@@ -26,12 +26,13 @@ mod models;
 mod quiesce;
 #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
 mod tests;
+mod tiling;
 
 use std::fmt;
 
 pub use quiesce::{BatchSlot, Entered, Quiescence, Retired};
 
-use self::extents::{Extents, Tiling};
+use self::{extents::Extents, tiling::Tiling};
 use crate::word::{ExtentId, FrameId, Lane, PageId, SizeId};
 
 /// How a tier's bytes are cut: made by the spec.
