@@ -163,6 +163,26 @@ fn models_a_taken_extent_is_not_hidden() {
     });
 }
 
+/// An extent goes from the arena's list to its size's while somebody reads first the one, then the other.
+#[test]
+fn models_an_extent_between_two_lists() {
+    loom::model(|| {
+        let arena = Arc::new(arena(&[1, 2], 2, 1));
+        let other = {
+            let arena = arena.clone();
+            thread::spawn(move || {
+                let first = claim(&arena, A, 1, 1);
+                assert!(claim(&arena, B, 1, 1).is_empty());
+                first
+            })
+        };
+        let mine = claim(&arena, A, 0, 1);
+        let theirs = other.join().expect("no panic");
+        assert_eq!((mine.len(), theirs.len()), (1, 1));
+        settle(&arena, &[(A, mine[0]), (A, theirs[0])]);
+    });
+}
+
 #[test]
 fn models_of_two_releases_of_a_frame_one_wins() {
     loom::model(|| {

@@ -54,6 +54,23 @@ fn a_release_before_the_mark() {
 }
 
 #[test]
+fn a_mark_that_comes_late_is_void() {
+    let it = full();
+    it.clear(0, A, 2, 1 << 2);
+    it.word(0).plus(ExtentWord::release_step(1));
+    let late = it.read(0);
+    it.lists[0].insert(0);
+    // It is about to mark the extent as listed, when the frame goes and with it the place in the list.
+    assert_eq!((claim(&it, A, 1, 1), claim(&it, A, 1, 1)), (1, 0));
+    // Another release has counted, and not come to the list yet.
+    it.clear(0, A, 2, 1 << 2);
+    it.word(0).plus(ExtentWord::release_step(1));
+    assert!(it.word(0).cas(late.0, late.show().0).is_err());
+    it.release(A, 0).expect("allocated");
+    assert_eq!(claim(&it, A, 1, 9), 2);
+}
+
+#[test]
 fn a_claim_with_its_right() {
     let it = extents(1, &[1, 2]);
     assert_eq!(claim(&it, A, 0, 1), 1);
