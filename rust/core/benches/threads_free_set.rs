@@ -150,6 +150,56 @@ fn row<S: Set>(name: &str, threads: u8, batch: usize, time: Duration, make: impl
     );
 }
 
+fn arena(frames: u32) -> Arena {
+    Arena::new(&ArenaLayout {
+        bytes: u64::from(frames) << 21,
+        rounded_off: 0,
+        extent_bytes: 512 << 21,
+        extents: frames.div_ceil(512),
+        sizes: vec![1 << 21],
+        reserved: 1 << 21,
+    })
+}
+
+/// Nanoseconds a call takes, on average.
+fn cost(times: u32, mut call: impl FnMut()) -> f64 {
+    let began = Instant::now();
+    (0..times).for_each(|_| call());
+    began.elapsed().as_nanos() as f64 / f64::from(times)
+}
+
+/// What a full pool costs: ns a call, by the pool's size.
+fn full(frames: u32) {
+    let size = SizeId(0);
+    let began = Instant::now();
+    let arena = arena(frames);
+    let built = began.elapsed();
+    let mut held = Vec::with_capacity(frames as usize);
+    while arena.claim(size, Lane(0), 4096, &mut held) > 0 {}
+    let nothing = cost(10_000, || {
+        let mut out = Vec::new();
+        assert_eq!(arena.claim(size, Lane(3), 1, &mut out), 0);
+    });
+    let mut at = 0;
+    let mut one = Vec::with_capacity(1);
+    let swap = cost(100_000, || {
+        at = (at + 7_919_003) % held.len();
+        arena.release(size, held[at]).expect("claimed");
+        arena.claim(size, Lane(0), 1, &mut one);
+        held[at] = one.remove(0);
+    });
+    // Every 16th frame of the whole pool is free: batches of them.
+    let free: Vec<_> = held.iter().copied().filter(|frame| frame.0 % 16 == 5).collect();
+    arena.release_many(size, &free).expect("claimed");
+    let mut out = Vec::with_capacity(free.len());
+    let scattered = cost(1, || while arena.claim(size, Lane(5), 32, &mut out) > 0 {}) / free.len() as f64;
+    let available = cost(1000, || assert_eq!(black_box(arena.available(size)), 0));
+    println!(
+        "{frames:>9} {:>9.2} {nothing:>9.0} {swap:>13.0} {scattered:>16.1} {available:>10.0}",
+        built.as_secs_f64() * 1e3
+    );
+}
+
 fn main() {
     let seconds = std::env::args().find_map(|arg| arg.parse::<f64>().ok()).unwrap_or(0.5);
     let time = Duration::from_secs_f64(seconds);
@@ -161,19 +211,18 @@ fn main() {
     for batch in [1, 32] {
         for threads in [1, 2, 8] {
             row("slots", threads, batch, time, || Slots::new(FRAMES));
-            row("arena", threads, batch, time, || {
-                Arena::new(&ArenaLayout {
-                    bytes: u64::from(FRAMES) << 21,
-                    rounded_off: 0,
-                    extent_bytes: 512 << 21,
-                    extents: FRAMES / 512,
-                    sizes: vec![1 << 21],
-                    reserved: 1 << 21,
-                })
-            });
+            row("arena", threads, batch, time, || arena(FRAMES));
             row("Mutex<Vec<u32>>", threads, batch, time, || {
                 Mutex::new((0..FRAMES).rev().collect::<Vec<_>>())
             });
         }
+    }
+    println!("\na full arena, one thread, ns a call");
+    println!(
+        "{:>9} {:>9} {:>9} {:>13} {:>16} {:>10}",
+        "frames", "build ms", "nothing", "free + claim", "scattered/frame", "available"
+    );
+    for frames in [1 << 12, 1 << 16, 1 << 20, 1 << 24] {
+        full(frames);
     }
 }

@@ -26,12 +26,13 @@ mod models;
 mod quiesce;
 #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
 mod tests;
+mod tiling;
 
 use std::fmt;
 
-pub use quiesce::{BatchSlot, Entered, Quiescence};
+pub use quiesce::{BatchSlot, Entered, Quiescence, Retired};
 
-use self::extents::{Extents, Tiling};
+use self::{extents::Extents, tiling::Tiling};
 use crate::{
     spec::ArenaLayout,
     word::{ExtentId, FrameId, Lane, PageId, SizeId},
@@ -108,7 +109,9 @@ impl Arena {
             _ => (layout.extent_bytes.max(1), layout.extent_bytes.max(1)),
         };
         let bytes = layout.bytes / granule * granule;
-        let count = bytes.div_ceil(extent).min(u64::from(layout.extents));
+        // Nor is there one whose frames have no number.
+        let numbered = layout.sizes.iter().map(|size| u64::from(u32::MAX) / (extent / size).max(1)).min();
+        let count = bytes.div_ceil(extent).min(u64::from(layout.extents)).min(numbered.unwrap_or(0));
         let bytes = bytes.min(count * extent);
         debug_assert_eq!((bytes, count), (layout.bytes, u64::from(layout.extents)), "a layout of the spec");
         debug_assert!(
@@ -242,7 +245,8 @@ impl Slots {
 
     /// Ids from 0 to below `capacity`, all free. Costs the same for any number of them.
     pub fn new(capacity: u32) -> Self {
-        // Enough extents for every lane to have its own, unless there are few ids.
+        // Seven words of bits: with its own word, an extent is a cache line. Fewer, so that every lane has extents of
+        // its own, where there are few ids.
         let extent = (capacity / 32).next_multiple_of(64).clamp(64, 448);
         let tiling = Tiling::new(1, extent.into(), 0, capacity.into());
         Self { extents: Extents::new(capacity.div_ceil(extent), [tiling].into()) }

@@ -34,11 +34,15 @@
 //! Every loop here goes round again only because another thread's step succeeded, and no step of anyone is waited for.
 //! A thread that stops for ever in a claim or a release takes with it the frames of that one call.
 
+#[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
+mod stopped;
+
 use std::ops::Range;
 
 use super::{
     FrameError,
     lists::{List, Seen},
+    tiling::Tiling,
 };
 use crate::{
     sync::{Atom, AtomicU64, Words},
@@ -57,78 +61,6 @@ const GUEST: u64 = 1 << 31;
 const CHOICES: usize = 8;
 /// With fewer extents than this per size, lanes don't keep extents to themselves.
 const ROOMY: usize = 4 * LANES;
-
-/// How the frames of one size lie.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Tiling {
-    /// Frames in a whole extent.
-    per_extent: u32,
-    /// The first frame that may be given out.
-    first: u32,
-    /// One above the last.
-    end: u32,
-    /// 2^64 / `per_extent`, rounded up; 0 for an extent of one frame.
-    inverse: u64,
-}
-
-impl Tiling {
-    /// `reserved` units at the start and all from `total` on are nobody's.
-    pub(super) fn new(unit: u64, extent: u64, reserved: u64, total: u64) -> Self {
-        let frames = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
-        let unit = unit.max(1);
-        let per_extent = frames((extent / unit).max(1));
-        Self {
-            per_extent,
-            first: frames(reserved.div_ceil(unit)),
-            end: frames(total / unit),
-            inverse: (u64::MAX / u64::from(per_extent)).wrapping_add(1),
-        }
-    }
-
-    /// The extent a frame lies in. A multiplication: exact for all 32-bit numbers.
-    #[inline]
-    pub(super) fn extent_of(&self, frame: u32) -> u32 {
-        match self.inverse {
-            0 => frame,
-            inverse => (u128::from(inverse) * u128::from(frame) >> 64) as u32,
-        }
-    }
-
-    /// The frames of this extent that may be given out, counted from its first.
-    #[inline]
-    fn range(&self, extent: usize) -> (u32, u32) {
-        let start = extent as u64 * u64::from(self.per_extent);
-        if start >= u64::from(self.first) && start + u64::from(self.per_extent) <= u64::from(self.end) {
-            return (0, self.per_extent);
-        }
-        let low = u64::from(self.first).saturating_sub(start).min(u64::from(self.per_extent));
-        let high = u64::from(self.end).saturating_sub(start).min(u64::from(self.per_extent));
-        (low as u32, high.max(low) as u32)
-    }
-
-    #[inline]
-    pub(super) fn frames_in(&self, extent: usize) -> u32 {
-        let (low, high) = self.range(extent);
-        high - low
-    }
-
-    /// The last frame whose bit lies in the same word as that of `frame`, which is the one at `bit` of its extent.
-    #[inline]
-    fn last_beside(&self, frame: u32, bit: u32) -> u32 {
-        let word_end = (bit | 63).min(self.per_extent - 1);
-        (frame + (word_end - bit)).min(self.end - 1)
-    }
-
-    #[cfg(all(test, not(kvalloc_loom)))]
-    pub(super) fn per_extent(&self) -> u32 {
-        self.per_extent
-    }
-
-    /// All frames there are.
-    pub(super) fn frames(&self) -> u32 {
-        self.end.saturating_sub(self.first)
-    }
-}
 
 /// A search for frames of one size.
 #[derive(Clone, Copy)]
@@ -152,7 +84,7 @@ pub(super) struct Extents {
 
 impl Extents {
     pub(super) fn new(count: u32, tilings: Box<[Tiling]>) -> Self {
-        let most = tilings.iter().map(|t| t.per_extent).max().unwrap_or(1);
+        let most = tilings.iter().map(|t| t.per_extent()).max().unwrap_or(1);
         assert!(most <= MAX_EXTENT_FRAMES, "an extent of {most} frames is beyond {MAX_EXTENT_FRAMES}");
         let block = (1 + most.div_ceil(64) as usize).next_multiple_of(LINE);
         let lane_words = tilings.len().next_multiple_of(LINE);
@@ -293,7 +225,7 @@ impl Extents {
                 let (take, n) = lowest(!used & valid, left);
                 match word.cas(used, used | take) {
                     Ok(_) => {
-                        push_runs(take, extent as u32 * tiling.per_extent + start, push);
+                        push_runs(take, extent as u32 * tiling.per_extent() + start, push);
                         left -= n;
                         break;
                     }
@@ -344,15 +276,11 @@ impl Extents {
         (lane.0.reverse_bits() >> 4) as usize * self.count / LANES
     }
 
-    /// Extents before this one have no frames of the size: the reserved bytes are in extent 0.
-    fn first_useful(&self, size: SizeId) -> usize {
-        (self.count > 0 && self.tiling(size).frames_in(0) == 0).into()
-    }
-
+    /// See `List::empty_stamp`, for the size's list and the arena's. Extent 0 may be all reserved.
     fn empty_stamp(&self, size: SizeId) -> Option<u64> {
-        let first = self.first_useful(size);
-        let own = self.lists[size.as_usize()].empty_stamp(first)?;
-        Some(own.wrapping_add(self.lists[self.arena_list()].empty_stamp(first)?))
+        let but_first = self.count > 0 && self.tiling(size).frames_in(0) == 0;
+        let own = self.lists[size.as_usize()].empty_stamp(false)?;
+        Some(own.wrapping_add(self.lists[self.arena_list()].empty_stamp(but_first)?))
     }
 
     /// Claim from the best of the first few extents of a list; what has nothing is taken out on the way.
@@ -452,11 +380,11 @@ impl Extents {
         let Some(tiling) = self.tilings.get(size.as_usize()) else {
             return Err(FrameError::NoSuchFrame { size, frame });
         };
-        if frame < tiling.first || frame >= tiling.end {
+        if !tiling.has(frame) {
             return Err(FrameError::NoSuchFrame { size, frame });
         }
         let extent = tiling.extent_of(frame);
-        Ok((extent as usize, frame - extent * tiling.per_extent))
+        Ok((extent as usize, frame - extent * tiling.per_extent()))
     }
 
     /// Clear bits of the word where `bit` is: those that were set. None if the extent serves another size; with one size

@@ -141,25 +141,45 @@ fn models_an_extent_changes_its_size() {
     });
 }
 
-/// One takes an extent from the arena, one looks there for another size and cleans up, one wants what the first left.
+/// One takes an extent from the arena; another looks there for another size, cleans up, and then wants what the first
+/// has left.
 #[test]
 fn models_a_taken_extent_is_not_hidden() {
     loom::model(|| {
         let arena = Arc::new(arena(&[1, 2], 2, 1));
-        let spawn = |size, lane| {
+        let first = {
             let arena = arena.clone();
-            thread::spawn(move || claim(&arena, size, lane, 1))
+            thread::spawn(move || claim(&arena, A, 1, 1))
         };
-        let (first, visitor) = (spawn(A, 1), spawn(B, 2));
+        let visitor = claim(&arena, B, 0, 1);
         let second = claim(&arena, A, 0, 1);
         let first = first.join().expect("no panic");
-        let visitor = visitor.join().expect("no panic");
         match visitor.len() {
             0 => assert_eq!((first.len(), second.len()), (1, 1)),
             _ => assert_eq!((first.len(), second.len()), (0, 0)),
         }
         let held = first.iter().chain(&second).map(|f| (A, *f)).chain(visitor.iter().map(|f| (B, *f)));
         settle(&arena, &held.collect::<Vec<_>>());
+    });
+}
+
+/// An extent goes from the arena's list to its size's while somebody reads first the one, then the other.
+#[test]
+fn models_an_extent_between_two_lists() {
+    loom::model(|| {
+        let arena = Arc::new(arena(&[1, 2], 2, 1));
+        let other = {
+            let arena = arena.clone();
+            thread::spawn(move || {
+                let first = claim(&arena, A, 1, 1);
+                assert!(claim(&arena, B, 1, 1).is_empty());
+                first
+            })
+        };
+        let mine = claim(&arena, A, 0, 1);
+        let theirs = other.join().expect("no panic");
+        assert_eq!((mine.len(), theirs.len()), (1, 1));
+        settle(&arena, &[(A, mine[0]), (A, theirs[0])]);
     });
 }
 
@@ -212,7 +232,8 @@ fn tiers() -> Arc<[Arena; TIERS]> {
 #[test]
 fn models_a_batch_that_entered_keeps_the_frame_out() {
     loom::model(|| {
-        let (quiescence, arenas) = (Arc::new(Quiescence::new()), tiers());
+        let arenas = tiers();
+        let quiescence = Arc::new(Quiescence::new(&arenas));
         let places = claim(&arenas[0], A, 0, 2);
         let (old, new) = (places[0], places[1]);
         let location = Arc::new(AtomicU64::new(u64::from(old.0)));
@@ -223,7 +244,7 @@ fn models_a_batch_that_entered_keeps_the_frame_out() {
             let (location, reused) = (location.clone(), reused.clone());
             thread::spawn(move || {
                 location.cas(u64::from(old.0), u64::from(new.0)).expect("one mover");
-                quiescence.retire(Tier::Device, A, 1, old);
+                quiescence.retire(Tier::Device, A, old);
                 if quiescence.drain(&arenas) == 1 {
                     reused.plus(1);
                 }
@@ -251,12 +272,13 @@ fn models_a_batch_that_entered_keeps_the_frame_out() {
 #[test]
 fn models_limbo_gives_back_once() {
     loom::model(|| {
-        let (quiescence, arenas) = (Arc::new(Quiescence::new()), tiers());
+        let arenas = tiers();
+        let quiescence = Arc::new(Quiescence::new(&arenas));
         let frame = claim(&arenas[0], A, 0, 1)[0];
         let batch = quiescence.register().expect("room");
         let entered = quiescence.enter(batch);
         quiescence.step(batch, entered);
-        quiescence.retire(Tier::Device, A, 1, frame);
+        quiescence.retire(Tier::Device, A, frame);
         let other = {
             let (quiescence, arenas) = (quiescence.clone(), arenas.clone());
             thread::spawn(move || quiescence.drain(&arenas))
@@ -268,6 +290,7 @@ fn models_limbo_gives_back_once() {
         let theirs = other.join().expect("no panic");
         let late = quiescence.drain(&arenas);
         assert_eq!(mine + theirs + late, 1);
-        assert_eq!((arenas[0].available(A), arenas[0].faults(), quiescence.bytes(Tier::Device)), (2, 0, 0));
+        assert_eq!((arenas[0].available(A), arenas[0].faults()), (2, 0));
+        assert_eq!(quiescence.frames(Tier::Device, A), 0);
     });
 }

@@ -28,7 +28,7 @@
 //!
 //! Callers: batch.rs (register, enter, step, quiesce, leave), plans (retire), pool.rs (drain).
 
-use std::collections::VecDeque;
+use std::{array, collections::VecDeque};
 
 use super::{Arena, FrameError};
 use crate::{
@@ -56,11 +56,15 @@ pub struct BatchSlot(u32);
 #[must_use = "the step ends with `step`"]
 pub struct Entered(u64);
 
-#[derive(Clone, Copy, Debug)]
-struct Retired {
-    tier: Tier,
-    size: SizeId,
-    frame: FrameId,
+/// A frame in limbo.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Retired {
+    /// Its tier.
+    pub tier: Tier,
+    /// Its size.
+    pub size: SizeId,
+    /// Its number.
+    pub frame: FrameId,
     stamp: u64,
 }
 
@@ -72,26 +76,22 @@ pub struct Quiescence {
     /// No batch was ever registered at this number or above.
     high: AtomicU64,
     limbo: Mutex<VecDeque<Retired>>,
+    /// How many frames are in limbo.
     waiting: AtomicU64,
-    bytes: [AtomicU64; TIERS],
-}
-
-impl Default for Quiescence {
-    fn default() -> Self {
-        Self::new()
-    }
+    /// Of each tier and size.
+    counts: [Box<[AtomicU64]>; TIERS],
 }
 
 impl Quiescence {
-    /// No batches, nothing in limbo.
-    pub fn new() -> Self {
+    /// For these arenas: no batches, nothing in limbo.
+    pub fn new(arenas: &[Arena; TIERS]) -> Self {
         Self {
             epoch: AtomicU64::new(0),
             batches: Words::zeroed(BATCHES * LINE),
             high: AtomicU64::new(0),
             limbo: Mutex::new(VecDeque::new()),
             waiting: AtomicU64::new(0),
-            bytes: std::array::from_fn(|_| AtomicU64::new(0)),
+            counts: array::from_fn(|tier| arenas[tier].sizes().iter().map(|_| AtomicU64::new(0)).collect()),
         }
     }
 
@@ -149,13 +149,13 @@ impl Quiescence {
         self.shown(slot.0 as usize).put(QUIET);
     }
 
-    /// A page has moved away from a frame: the frame waits here. `bytes` is the size of one frame.
-    pub fn retire(&self, tier: Tier, size: SizeId, bytes: u64, frame: FrameId) {
+    /// A page has moved away from a frame: the frame waits here. To be called after the new location was stored.
+    pub fn retire(&self, tier: Tier, size: SizeId, frame: FrameId) {
         let mut limbo = lock(&self.limbo);
         // Drawn under the lock: stamps rise along the queue.
         let stamp = self.epoch.plus(1) + 1;
         limbo.push_back(Retired { tier, size, frame, stamp });
-        self.bytes[tier.as_usize()].plus(bytes);
+        self.counts[tier.as_usize()][size.as_usize()].plus(1);
         self.waiting.plus(1);
     }
 
@@ -173,10 +173,9 @@ impl Quiescence {
             }
             limbo.pop_front();
             n += 1;
-            let arena = &arenas[tier.as_usize()];
             // A frame that wasn't allocated is counted by the arena; here it is out of limbo either way.
-            let _ = arena.release(size, frame);
-            self.bytes[tier.as_usize()].minus(arena.sizes()[size.as_usize()]);
+            let _ = arenas[tier.as_usize()].release(size, frame);
+            self.counts[tier.as_usize()][size.as_usize()].minus(1);
         }
         self.waiting.minus(n as u64);
         n
@@ -197,9 +196,14 @@ impl Quiescence {
             .unwrap_or(u64::MAX)
     }
 
-    /// Bytes in limbo: allocated, belonging to no page.
-    pub fn bytes(&self, tier: Tier) -> u64 {
-        self.bytes[tier.as_usize()].get()
+    /// Frames of a tier and size in limbo: allocated, belonging to no page.
+    pub fn frames(&self, tier: Tier, size: SizeId) -> u64 {
+        self.counts[tier.as_usize()][size.as_usize()].get()
+    }
+
+    /// Which frames are in limbo, for the audit. Waits for a plan or a drain that is at it.
+    pub fn limbo(&self) -> Vec<Retired> {
+        lock(&self.limbo).iter().copied().collect()
     }
 
     /// Frames in limbo.

@@ -331,15 +331,16 @@ fn extents_change_size_under_threads() {
 #[test]
 fn limbo() {
     let arenas: [Arena; TIERS] = std::array::from_fn(|_| Arena::new(&layout(&[4], 4 * 64, 4 * 64, 4)));
-    let quiescence = Quiescence::new();
+    let quiescence = Quiescence::new(&arenas);
     let retire = |n| {
         for frame in claim(&arenas[1], A, L0, n) {
-            quiescence.retire(Tier::Host, A, 4, FrameId(frame));
+            quiescence.retire(Tier::Host, A, FrameId(frame));
         }
     };
     // Nobody shows anything.
     retire(2);
-    assert_eq!((quiescence.len(), quiescence.bytes(Tier::Host), quiescence.bytes(Tier::Device)), (2, 8, 0));
+    assert_eq!((quiescence.len(), quiescence.limbo().len()), (2, 2));
+    assert_eq!((quiescence.frames(Tier::Host, A), quiescence.frames(Tier::Device, A)), (2, 0));
     assert_eq!(quiescence.drain(&arenas), 2);
     let busy = quiescence.register().expect("room");
     let idle = quiescence.register().expect("room");
@@ -369,7 +370,7 @@ fn limbo() {
     assert_eq!(quiescence.drain(&arenas), 3);
     assert!(quiescence.is_empty());
     assert_eq!(arenas[1].free_bytes(), arenas[1].capacity_bytes());
-    assert_eq!((quiescence.bytes(Tier::Host), arenas[1].faults()), (0, 0));
+    assert_eq!((quiescence.frames(Tier::Host, A), arenas[1].faults()), (0, 0));
     assert_eq!(quiescence.register(), Ok(idle), "its place is given again");
     while quiescence.register().is_ok() {}
     assert_eq!(quiescence.register(), Err(FrameError::TooManyBatches { max: 1024 }));
