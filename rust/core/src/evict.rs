@@ -12,8 +12,8 @@
 //! | held or pinned | takes it out of the order: it comes back when it is released |
 //! | visited | clears the bit, puts it last among the proven |
 //! | others in the index continue it | puts it last among the proven: children leave first |
-//! | protected, not expired | spends one level of its protection, puts it last among the proven |
-//! | a copy uses its frame | puts it last |
+//! | protected, not expired | spends one level of its protection, puts it last in the longer queue |
+//! | a copy uses its frame | puts it last among the proven |
 //! | none of these | evicts it: LEAVING, and its key becomes a ghost |
 //!
 //! When ghosts come back the share of the queue that lost them grows ([`Orders::recall`]), by more if that queue's
@@ -31,6 +31,7 @@
 //! | 2, 3 | proven: head and tail |
 //! | 4 | how many stand in them: new (0-31), proven (32-63); counted before a page is linked, until after it is taken |
 //! | 5 | the share of the new (0-23, of 2^24, XOR [`START_SHARE`]); ghosts made of new (24-43) and of proven pages (44-63), halved together |
+//! | 6 | 1: the last full round found every page kept by its children, and nothing has changed since |
 //!
 //! # Invariant
 //!
@@ -65,15 +66,18 @@ pub(crate) const NODES_PER_TENANT: u32 = 2;
 const STRIDE: usize = 8;
 const COUNTS: usize = 4;
 const SHARE: usize = 5;
+const STUCK: usize = 6;
 
 const ONE_SHARE: u64 = 1 << 24;
-/// A tenant starts close to least-recently-used: four fifths for the new.
-const START_SHARE: u64 = ONE_SHARE / 5 * 4;
+/// A tenant starts close to least-recently-used: seven tenths for the new.
+const START_SHARE: u64 = ONE_SHARE / 10 * 7;
 const LOST_BITS: u32 = 20;
 const LOST_MAX: u64 = (1 << LOST_BITS) - 1;
 
 /// How many proven pages in a row may be kept by their children before the hand looks among the new.
-const BLOCKED: u32 = 16;
+const BLOCKED: u32 = 8;
+/// Steps of a call while the order is stuck.
+const STUCK_STEPS: u64 = 16;
 /// How many protected pages one call spares.
 const SPARED: u32 = 16;
 /// Changes of the share are never bigger than in an order of so many pages.
@@ -97,11 +101,11 @@ impl Half {
 
 /// How many pages stand in a tenant's order; a page that is just moving may be counted already or still.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Queued {
+pub(crate) struct Queued {
     /// New pages.
-    pub new: u32,
+    pub(crate) new: u32,
     /// Pages that were hit again, or came back.
-    pub proven: u32,
+    pub(crate) proven: u32,
 }
 
 /// A bias of a page against eviction, in 16 bits: level (0-3) and, from bit 4, when it ends: 0 never, else 1 + tick
@@ -135,8 +139,8 @@ enum Verdict {
     Out(PageWord),
     /// It is not in the order any more.
     Dropped,
-    /// To the end of the proven; because of others that continue it, or not.
-    Back { blocked: bool },
+    /// To the end of this half; `kept`: by something that other proven pages may have as well.
+    Back { to: Half, kept: bool },
 }
 
 /// The eviction orders of all tenants, and the ghosts.
@@ -186,6 +190,17 @@ impl Orders {
         let half = if pages.read(id).is_proven() { Half::Proven } else { Half::New };
         self.word(tenant, COUNTS).plus(half.count());
         self.queue(tenant, half).push(pages, id, spare(pages, id));
+        self.unstick(tenant);
+    }
+
+    /// The last child of one of the tenant's pages has left the index: the page can leave now. (Without this call it
+    /// would still be found, but later.)
+    #[inline]
+    pub(crate) fn unstick(&self, tenant: TenantId) {
+        let stuck = self.word(tenant, STUCK);
+        if stuck.get() != 0 {
+            stuck.put(0);
+        }
     }
 
     /// Ask the ghosts about a run of pages that a tenant misses, in the order of the sequence: how many of them, from
@@ -222,28 +237,33 @@ impl Orders {
     /// Take the page that goes first out of a tenant's order: it is LEAVING, and the caller's. `None`: no page of the
     /// tenant can leave now. `now` is the tick for [`Protection`].
     ///
-    /// Costs one step as a rule, and never more than two rounds over the order.
+    /// Costs one step as a rule, and never more than two rounds over the order; after two rounds in vain a few steps,
+    /// until [`Self::enqueue`] or [`Self::unstick`].
     pub(crate) fn victim(&self, pages: &Pages, tenant: TenantId, now: u64) -> Option<PageId> {
         self.take(pages, tenant, Some(now))
     }
 
-    /// As [`Self::victim`], but neither hits nor protection count, and nothing is remembered: for emptying an order.
+    /// As [`Self::victim`], but always two rounds, neither hits nor protection count, and nothing is remembered: for
+    /// emptying an order, and as the last resort before an allocation is refused.
     pub(crate) fn drain_one(&self, pages: &Pages, tenant: TenantId) -> Option<PageId> {
         self.take(pages, tenant, None)
     }
 
     fn take(&self, pages: &Pages, tenant: TenantId, now: Option<u64>) -> Option<PageId> {
         let mut queued = self.queued(tenant);
-        let rounds = 2 * (u64::from(queued.new) + u64::from(queued.proven)) + u64::from(BLOCKED);
+        let all = 2 * (u64::from(queued.new) + u64::from(queued.proven)) + u64::from(BLOCKED);
+        let stuck = self.word(tenant, STUCK);
+        let steps = if now.is_some() && stuck.get() != 0 { STUCK_STEPS } else { all };
         let (mut blocked, mut spared) = (0, 0);
-        for _ in 0..rounds {
+        for _ in 0..steps {
             let mut half = self.above_share(tenant, queued);
             if blocked >= BLOCKED {
                 half = Half::New;
             }
             let (half, (id, node)) = self.pop(pages, tenant, half)?;
             let protect = now.filter(|_| spared < SPARED);
-            match judge(pages, id, &node, now.is_some(), protect, &mut spared) {
+            let longer = if queued.new > queued.proven { Half::New } else { Half::Proven };
+            match judge(pages, id, &node, Terms { visits: now.is_some(), protect, longer }, &mut spared) {
                 Verdict::Out(word) => {
                     self.word(tenant, COUNTS).minus(half.count());
                     if now.is_some() && word.is_indexed() {
@@ -255,16 +275,18 @@ impl Orders {
                 Verdict::Dropped => {
                     self.word(tenant, COUNTS).minus(half.count());
                 }
-                Verdict::Back { blocked: kept } => {
+                Verdict::Back { to, kept } => {
                     blocked += u32::from(kept && half == Half::Proven);
-                    if half == Half::New {
-                        self.word(tenant, COUNTS).plus(Half::Proven.count().wrapping_sub(Half::New.count()));
+                    if half != to {
+                        self.word(tenant, COUNTS).plus(to.count().wrapping_sub(half.count()));
                     }
-                    self.queue(tenant, Half::Proven).push(pages, id, node);
+                    self.queue(tenant, to).push(pages, id, node);
                 }
             }
             queued = self.queued(tenant);
         }
+        // An order that others' pages keep as it is (a shared prefix) is not walked through again and again.
+        stuck.put(1);
         None
     }
 
@@ -283,16 +305,19 @@ impl Orders {
     }
 }
 
-/// Decide about a page that was just popped (see the table at the head of this file). `visits`: hits count. `protect`:
-/// protection counts, at this tick.
-fn judge(
-    pages: &Pages,
-    id: PageId,
-    node: &Node,
+/// What counts for a page in the hand.
+#[derive(Clone, Copy)]
+struct Terms {
+    /// Hits count.
     visits: bool,
+    /// Protection counts, at this tick.
     protect: Option<u64>,
-    spared: &mut u32,
-) -> Verdict {
+    /// The longer half.
+    longer: Half,
+}
+
+/// Decide about a page that was just popped (see the table at the head of this file).
+fn judge(pages: &Pages, id: PageId, node: &Node, terms: Terms, spared: &mut u32) -> Verdict {
     let word = pages.word(id);
     let mut now = word.get();
     loop {
@@ -301,19 +326,20 @@ fn judge(
         let (next, verdict) = if let Some(next) = page.dequeue() {
             set_spare(pages, id, node);
             (next, Verdict::Dropped)
-        } else if visits && page.is_visited() {
-            (page.pass(true), Verdict::Back { blocked: false })
+        } else if terms.visits && page.is_visited() {
+            (page.pass(true), Verdict::Back { to: Half::Proven, kept: false })
         } else if pages.children(id) > 0 {
-            (page.pass(true), Verdict::Back { blocked: true })
-        } else if let Some(left) = protect.and_then(|tick| Protection(pages.protection(id)).spend(tick)) {
+            (page.pass(true), Verdict::Back { to: Half::Proven, kept: true })
+        } else if let Some(left) = terms.protect.and_then(|tick| Protection(pages.protection(id)).spend(tick))
+        {
             *spared += 1;
             pages.set_protection(id, left.0);
-            (page.pass(true), Verdict::Back { blocked: false })
+            (page.pass(terms.longer == Half::Proven), Verdict::Back { to: terms.longer, kept: true })
         } else if let Some(next) = page.evict() {
             (next, Verdict::Out(next))
         } else {
             // A copy uses its frame.
-            (page.pass(page.is_proven()), Verdict::Back { blocked: true })
+            (page.pass(true), Verdict::Back { to: Half::Proven, kept: true })
         };
         match word.cas(now, next.0) {
             Ok(_) => {

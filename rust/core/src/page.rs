@@ -211,9 +211,10 @@ impl Pages {
             .transit(|w| if w >> CHILD_SHIFT == PAYER_MASK { None } else { Some(w + CHILD) })
             .is_ok()
     }
+    /// One indexed child less; whether it was the last one.
     #[inline]
-    pub(crate) fn remove_child(&self, id: PageId) {
-        self.at(id.as_usize(), PAYER).minus(CHILD);
+    pub(crate) fn remove_child(&self, id: PageId) -> bool {
+        self.at(id.as_usize(), PAYER).minus(CHILD) >> CHILD_SHIFT == 1
     }
     /// Protection of 16 bits: level (4) and expiry (12), as evict.rs reads them.
     #[inline]

@@ -103,7 +103,7 @@ impl Queue<'_> {
             if head != self.head.get() {
                 continue;
             }
-            let Some(first) = (after as u32).checked_sub(1) else { return None };
+            let first = (after as u32).checked_sub(1)?;
             if dummy == self.node(tail) {
                 let _ = self.tail.cas(tail, retag(tail, first ^ self.first));
                 continue;
