@@ -42,6 +42,8 @@ def main() -> None:
     """Run the command line; errors of the user's making are one line and exit code 2."""
     try:
         app()
+    except KeyboardInterrupt:  # before a replay has begun, or the second one
+        sys.exit(INTERRUPTED)
     except (kvalloc.KvallocError, ValueError, OSError) as error:
         fail(str(error))
     except BrokenPipeError:

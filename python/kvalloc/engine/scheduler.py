@@ -198,9 +198,10 @@ class Engine:
         self.steps += 1
         left = rows.left[:n]
         left -= sampled >= 0
+        done = left == 0
         if self.stop is not None:
-            left[sampled == self.stop] = 0
-        for row in np.flatnonzero(left == 0)[::-1].tolist():  # from the end, so that no row moves before its turn
+            done |= sampled == self.stop
+        for row in np.flatnonzero(done)[::-1].tolist():  # from the end, so that no row moves before its turn
             self._retire(rows.running[row], "finished")
         return True
 
@@ -287,7 +288,7 @@ class Engine:
     def _retire(self, run: Running, event: str) -> None:
         """Give back a row, its sequence and what it reserved."""
         request, queue = run.request, run.queue
-        request.produced = request.max_new - max(0, int(self.rows.left[run.row])) if event != "finished" else request.max_new
+        request.produced = request.max_new - int(self.rows.left[run.row])
         request.finished = self.clock.now()
         self.batch.remove(run.sequence)
         self.rows.remove(run)

@@ -118,7 +118,7 @@ def _lines(path: Path, reader: _Reader) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 row = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise reader.fail(f"not JSON: {error}") from None
             if not isinstance(row, dict):
                 raise reader.fail(f"a JSON object is expected, not {type(row).__name__}")
@@ -127,13 +127,20 @@ def _lines(path: Path, reader: _Reader) -> Iterator[dict[str, Any]]:
 
 def _table(path: Path, reader: _Reader, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
     with _open(path) as file:
-        rows = csv.reader(file)
         reader.line = 1
-        header = [name.strip().lstrip("\ufeff") for name in next(rows, [])]
+        header = [name.strip().strip('"').lstrip("\ufeff") for name in file.readline().split(",")]
         if missing := [name for name in columns if name not in header]:
             raise reader.fail(f"columns missing: {', '.join(missing)}; the header is {', '.join(header) or 'empty'}")
-        for row in rows:
-            reader.line = rows.line_num
+        rows = csv.reader(file)
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                reader.line = rows.line_num + 1
+                raise reader.fail(f"not CSV: {error}") from None
+            reader.line = rows.line_num + 1
             if not row:
                 continue
             if len(row) != len(header):
@@ -143,7 +150,7 @@ def _table(path: Path, reader: _Reader, columns: tuple[str, ...]) -> Iterator[di
 
 def _open(path: Path) -> TextIO:
     try:
-        return path.open(encoding="utf-8", newline="")
+        return path.open(encoding="utf-8", errors="replace", newline="")  # bytes that are no text fail as values
     except OSError as error:
         raise TraceError(path, 0, error.strerror or str(error)) from None
 
@@ -260,19 +267,16 @@ def detect(path: str | Path) -> str:
         The file can't be read, is empty, or is none of them.
     """
     with _open(Path(path)) as file:
-        try:
-            first = next((line for line in file if line.strip()), "")
-        except UnicodeDecodeError:
-            raise TraceError(path, 1, "not a text file") from None
+        first = next((line for line in file if line.strip()), "")
     if not first:
         raise TraceError(path, 0, "empty file")
     if first.lstrip().startswith("{"):
         try:
             row = json.loads(first)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(path, 1, f"not JSON: {error}") from None
         return "bailian" if "chat_id" in row else "mooncake"
-    header = {name.strip().lstrip("\ufeff") for name in next(csv.reader([first]))}
+    header = {name.strip().strip('"').lstrip("\ufeff") for name in first.split(",")}
     if {"TIMESTAMP", "ContextTokens"} <= header:
         return "azure"
     if {"Timestamp", "Request tokens"} <= header:

@@ -33,6 +33,7 @@ SECONDS = 300.0
 DEVICE = "24GiB"  # the size at which the default model shows eviction, a reserve and a limit at work
 _SYSTEM, _SYSTEM_TOKENS = 1, 1536
 _FEWSHOT, _FEWSHOT_TOKENS = 2, 1024
+_REPLY = 1 << 29  # added to a question's text number
 
 
 def builtin_tenants() -> list[TenantPlan]:
@@ -77,28 +78,26 @@ def _sessions(
     pause: float,
 ) -> Iterator[Request]:
     """Conversations that start at a rate and have a geometric number of turns."""
-    made: list[Request] = []
-    start = 0.0
-    while (start := start + rng.exponential(1.0 / rate)) < seconds:
+    coming: list[tuple[float, int, Request]] = []  # turns of conversations that have begun, by time
+    start, share = rng.exponential(1.0 / rate), (("shop", _SYSTEM_TOKENS),)
+    while start < seconds:
         time, parts = start, ((_SYSTEM, _SYSTEM_TOKENS),)
         for _ in range(int(rng.geometric(1.0 / turns))):
             ask, length, reply = next(texts), int(rng.integers(*asks)), int(rng.integers(*replies))
             parts += ((ask, length),)
-            share = (("shop", _SYSTEM_TOKENS),)
-            made.append(Request(time, tenant, Text(parts), reply, share, ask, ask + (1 << 29)))
-            parts += ((ask + (1 << 29), reply),)
+            heapq.heappush(coming, (time, ask, Request(time, tenant, Text(parts), reply, share, ask, ask + _REPLY)))
+            parts += ((ask + _REPLY, reply),)
             time += 1.0 + reply * 0.02 + rng.exponential(pause)
-            if time >= seconds:
-                break
-    made.sort(key=lambda request: request.arrival)
-    return iter(made)
+        start += rng.exponential(1.0 / rate)
+        while coming and coming[0][0] < min(start, seconds):
+            yield heapq.heappop(coming)[2]
 
 
 def _search(seconds: float, texts: itertools.count[int], rng: np.random.Generator) -> Iterator[Request]:
     time = 0.0
     while (time := time + rng.exponential(1.0 / 0.9)) < seconds:
         text = next(texts)
-        yield Request(time, "search", Text(((text, int(rng.integers(5000, 13000))),)), int(rng.integers(80, 500)), (), text, text + (1 << 29))
+        yield Request(time, "search", Text(((text, int(rng.integers(5000, 13000))),)), int(rng.integers(80, 500)), (), text, text + _REPLY)
 
 
 def _batch(seconds: float, texts: itertools.count[int], rng: np.random.Generator) -> Iterator[Request]:
@@ -107,5 +106,5 @@ def _batch(seconds: float, texts: itertools.count[int], rng: np.random.Generator
         for _ in range(180):
             text = next(texts)
             parts = ((_FEWSHOT, _FEWSHOT_TOKENS), (text, int(rng.integers(400, 3000))))
-            yield Request(time, "batch", Text(parts), int(rng.integers(200, 900)), (), text, text + (1 << 29))
+            yield Request(time, "batch", Text(parts), int(rng.integers(200, 900)), (), text, text + _REPLY)
         time += 60.0
