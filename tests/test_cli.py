@@ -48,7 +48,12 @@ def trace(tmp_path) -> Path:
     with path.open("w") as file:
         for i in range(40):
             ids = [0, 100 + i % 5, 200 + i % 5, 300 + i]
-            row = {"timestamp": 100 * i, "input_length": 512 * 3 + 100, "output_length": 20 + i, "hash_ids": ids}
+            row = {
+                "timestamp": 100 * i,
+                "input_length": 512 * 3 + 100,
+                "output_length": 20 + i,
+                "hash_ids": ids,
+            }
             file.write(json.dumps(row) + "\n")
     return path
 
@@ -56,7 +61,17 @@ def trace(tmp_path) -> Path:
 def test_replay_with_no_arguments_but_less_of_it(run):
     code, out, err = run("replay", "--limit-seconds", "15", *SMALL)
     assert (code, err) == (0, "")
-    for word in ("chat", "agent", "search", "tenant", "wait P50", "hit rate", "evictions", "host time a step", "waste"):
+    for word in (
+        "chat",
+        "agent",
+        "search",
+        "tenant",
+        "wait P50",
+        "hit rate",
+        "evictions",
+        "host time a step",
+        "waste",
+    ):
         assert word in out
     assert "audit   the books balance" in out
 
@@ -92,7 +107,9 @@ def test_replay_repeats(run, trace):
 
 def test_less_of_a_trace(run, trace):
     def finished(*options: str) -> int:
-        return json.loads(run("replay", "-t", str(trace), "--json", "-", "-q", *SMALL, *options)[1])["run"]["finished"]
+        return json.loads(run("replay", "-t", str(trace), "--json", "-", "-q", *SMALL, *options)[1])["run"][
+            "finished"
+        ]
 
     assert finished("--limit-requests", "7") == 7
     assert finished("--limit-seconds", "1.05") == 11
@@ -101,7 +118,9 @@ def test_less_of_a_trace(run, trace):
 
 def test_tenants_file(run, trace, tmp_path):
     path = tmp_path / "t.toml"
-    path.write_text('[tenants.org]\nlimit="1GiB"\n[tenants.x]\nparent="org"\nreserve="10%"\nweight=3\n[tenants.y]\nparent="org"\n')
+    path.write_text(
+        '[tenants.org]\nlimit="1GiB"\n[tenants.x]\nparent="org"\nreserve="10%"\nweight=3\n[tenants.y]\nparent="org"\n'
+    )
     code, out, _ = run("replay", "-t", str(trace), "--tenants-file", str(path), "--json", "-", "-q", *SMALL)
     assert code == 0
     rows = {row["name"]: row for row in json.loads(out)["tenants"]}
@@ -114,16 +133,35 @@ def test_tenants_file(run, trace, tmp_path):
 def test_the_builtin_workload_with_ones_own_tenants(run, tmp_path):
     path = tmp_path / "t.toml"
     path.write_text("[tenants.only]\n")
-    code, out, _ = run("replay", "--tenants-file", str(path), "--limit-seconds", "8", "--json", "-", "-q", *SMALL)
+    code, out, _ = run(
+        "replay", "--tenants-file", str(path), "--limit-seconds", "8", "--json", "-", "-q", *SMALL
+    )
     assert code == 0
     assert [row["name"] for row in json.loads(out)["tenants"]] == ["only"]
 
 
 def test_servegen(run, tmp_path):
-    head = "model,client,window_start_s,mean_rps,peak10min_rps,arrival_cv,in_mean,in_p50,in_p90,in_p99,out_mean,out_p50,out_p90,out_p99"
+    head = "model,client,window_start_s,mean_rps,peak10min_rps,arrival_cv,"
+    head += "in_mean,in_p50,in_p90,in_p99,out_mean,out_p50,out_p90,out_p99"
     path = tmp_path / "d.csv"
-    path.write_text(f"{head}\n" + "".join(f"m,{i},0,{9 - i},9,2,1,200,400,900,1,20,40,90\n" for i in range(6)))
-    options = ("replay", "-t", str(path), "-n", "3", "--limit-seconds", "30", "--rate", "5", "--json", "-", "-q", *SMALL)
+    path.write_text(
+        f"{head}\n" + "".join(f"m,{i},0,{9 - i},9,2,1,200,400,900,1,20,40,90\n" for i in range(6))
+    )
+    options = (
+        "replay",
+        "-t",
+        str(path),
+        "-n",
+        "3",
+        "--limit-seconds",
+        "30",
+        "--rate",
+        "5",
+        "--json",
+        "-",
+        "-q",
+        *SMALL,
+    )
     code, out, _ = run(*options)
     assert code == 0
     result = json.loads(out)
@@ -145,7 +183,11 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.count[tag] = self.count.get(tag, 0) + 1
-        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value and value[0] != "#"]
+        self.links += [
+            value
+            for name, value in attrs
+            if name in ("src", "href", "xlink:href") and value and value[0] != "#"
+        ]
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -222,7 +264,9 @@ def test_bad_input_is_one_line_and_exit_code_2(run, monkeypatch, tmp_path, optio
     assert message in err
 
 
-@pytest.mark.parametrize("options", [("--page-tokens", "0"), ("--seed", "-1"), ("--max-rows", "x"), ("--nonsense",)])
+@pytest.mark.parametrize(
+    "options", [("--page-tokens", "0"), ("--seed", "-1"), ("--max-rows", "x"), ("--nonsense",)]
+)
 def test_options_that_mean_nothing_are_usage_errors(run, options):
     code, _, err = run("replay", *options)
     assert code == 2
@@ -297,4 +341,9 @@ def test_bar():
 def test_numbers_for_people():
     assert [clock(0), clock(61), clock(3723)] == ["0:00", "1:01", "1:02:03"]
     assert [seconds(0.0421), seconds(2.345), seconds(1234.0)] == ["42 ms", "2.3 s", "1234 s"]
-    assert [short(9_999), short(12_345), short(1_500_000), short(145_000_000)] == ["9999", "12.3k", "1.5M", "145M"]
+    assert [short(9_999), short(12_345), short(1_500_000), short(145_000_000)] == [
+        "9999",
+        "12.3k",
+        "1.5M",
+        "145M",
+    ]

@@ -1,4 +1,4 @@
-"""The reference scheduler: fault cases of admission, fairness, order, accounting, and the replay around it."""
+"""The reference scheduler: fault cases of admission, fairness, order, accounting; the replay around it."""
 
 from __future__ import annotations
 
@@ -174,7 +174,8 @@ def test_e32_nobody_waits_while_nothing_runs():
     engine, log = make_engine(pool, "a", "b")
     rng = random.Random(3)
     requests = [
-        ask(i, rng.randint(1, 400), rng.randint(1, 60), at=i * 0.05, tenant=rng.choice("ab")) for i in range(200)
+        ask(i, rng.randint(1, 400), rng.randint(1, 60), at=i * 0.05, tenant=rng.choice("ab"))
+        for i in range(200)
     ]
     idle = 0
     for _ in engine.run(requests):
@@ -208,12 +209,16 @@ def test_j51_numbers_come_from_the_books_and_stay_in_range():
     pool = make_pool(30)
     engine, _ = make_engine(pool, "a", "b")
     rng = random.Random(5)
-    requests = [ask(i % 7, rng.randint(1, 300), rng.randint(1, 50), at=i * 0.1, tenant="ab"[i % 2]) for i in range(80)]
+    requests = [
+        ask(i % 7, rng.randint(1, 300), rng.randint(1, 50), at=i * 0.1, tenant="ab"[i % 2]) for i in range(80)
+    ]
     for _ in engine.run(requests):
         books = (pool.free, pool.held, pool.cached, pool.pinned)
         assert min(books) >= 0
         assert sum(books) == pool.capacity
-        assert sum(q.tenant.held + q.tenant.cached + q.tenant.pinned for q in engine.queues.values()) == sum(books[1:])
+        assert sum(q.tenant.held + q.tenant.cached + q.tenant.pinned for q in engine.queues.values()) == sum(
+            books[1:]
+        )
     assert pool.held == 0
 
 
@@ -307,7 +312,9 @@ def test_a_tenant_at_its_limit_makes_nobody_else_wait():
     pool = make_pool(200)
     pool.tenant("a", limit=20 * PAGE)
     engine, _ = make_engine(pool, "a", "b")
-    requests = [ask(i, 200, 100, at=0.0) for i in range(5)] + [ask(100 + i, 200, 50, at=0.1, tenant="b") for i in range(5)]
+    requests = [ask(i, 200, 100, at=0.0) for i in range(5)] + [
+        ask(100 + i, 200, 50, at=0.1, tenant="b") for i in range(5)
+    ]
     serve(engine, requests)
     assert max(request.admitted for request in requests if request.tenant == "b") < 0.2
     assert all(request.produced == request.max_new for request in requests)
@@ -359,7 +366,10 @@ def test_every_request_gets_its_tokens_whatever_rows_move(seed):
     engine, log = make_engine(pool, "a", "b", "c", model=model, max_rows=16, token_budget=96)
     requests = [
         Request(
-            i * 1e-9, rng.choice("abc"), Text(((rng.randint(0, 3), rng.randint(1, 90)), (100 + i, rng.randint(1, 90)))), rng.randint(1, 40)
+            i * 1e-9,
+            rng.choice("abc"),
+            Text(((rng.randint(0, 3), rng.randint(1, 90)), (100 + i, rng.randint(1, 90)))),
+            rng.randint(1, 40),
         )
         for i in range(150)
     ]
@@ -443,7 +453,9 @@ def test_the_clock_model_takes_the_time_it_says():
     pool, clock = make_pool(200), VirtualClock()
     cost = StepTime(base=1.0, prefill=0.001, row=0.01, bandwidth=1000.0)
     model = ClockModel(clock, cost, [(2.0, None), (1.0, 50)])
-    engine = Engine(pool, model, {"a": pool.tenant("a")}, clock=clock, token_budget=256, max_rows=8, max_tokens=1024)
+    engine = Engine(
+        pool, model, {"a": pool.tenant("a")}, clock=clock, token_budget=256, max_rows=8, max_tokens=1024
+    )
     engine.submit(ask(1, 100, 3))
     engine.step()
     assert clock.now() == pytest.approx(1.0 + 0.1 + 0.200 + 0.05)
@@ -479,7 +491,12 @@ def test_the_wall_clock_waits():
 
 
 def test_replay_of_the_builtin_workload():
-    run = Replay(kvalloc.KVSpec.uniform(layers=28, kv_heads=4, head_dim=128), "4GiB", builtin_tenants(), max_tokens=32_768)
+    run = Replay(
+        kvalloc.KVSpec.uniform(layers=28, kv_heads=4, head_dim=128),
+        "4GiB",
+        builtin_tenants(),
+        max_tokens=32_768,
+    )
     calls = []
     result = run.run(builtin_workload(20.0), refresh=lambda: calls.append(1), every=0.0, settings={"seed": 0})
     assert result["schema"] == SCHEMA
@@ -495,16 +512,27 @@ def test_replay_of_the_builtin_workload():
     assert rows["search"]["hit_rate"] == 0
     assert sum(row["prompt_tokens"] for row in rows.values()) > 0
     series = result["series"]
-    assert len(series["time"]) == len(series["pool"]["free"]) == len(series["tenants"]["chat"]["held"]) <= MOST_SAMPLES
+    assert (
+        len(series["time"])
+        == len(series["pool"]["free"])
+        == len(series["tenants"]["chat"]["held"])
+        <= MOST_SAMPLES
+    )
     for at in range(len(series["time"])):
-        assert sum(series["pool"][what][at] for what in ("free", "held", "cached", "pinned")) == result["pool"]["capacity"]
+        assert (
+            sum(series["pool"][what][at] for what in ("free", "held", "cached", "pinned"))
+            == result["pool"]["capacity"]
+        )
     assert 0 < result["pool"]["waste"] < 0.05
 
 
 def test_replay_repeats_exactly():
     def once() -> dict:
         run = Replay(small_spec(), 200 * PAGE, numbered(3), max_tokens=4096)
-        requests = [Request(i * 0.02, "", Blocks((0, i % 9), 64, 100 + i % 28), 1 + i % 30, key=i % 9) for i in range(200)]
+        requests = [
+            Request(i * 0.02, "", Blocks((0, i % 9), 64, 100 + i % 28), 1 + i % 30, key=i % 9)
+            for i in range(200)
+        ]
         result = run.run(requests)
         for key in ("host_seconds", "step_us", "core_us"):
             del result["run"][key]

@@ -95,10 +95,22 @@ def test_mooncake(tmp_path):
 
 def test_bailian_keeps_a_conversation_together(tmp_path):
     def line(chat: int, parent: int, time: float, length: int) -> str:
-        row = {"chat_id": chat, "parent_chat_id": parent, "timestamp": time, "input_length": length, "output_length": 3}
+        row = {
+            "chat_id": chat,
+            "parent_chat_id": parent,
+            "timestamp": time,
+            "input_length": length,
+            "output_length": 3,
+        }
         return json.dumps(row | {"type": "text", "turn": 1, "hash_ids": list(range(-(-length // 16)))})
 
-    path = write(tmp_path / "b.jsonl", line(5, -1, 61.1, 33), line(6, 5, 61.3, 64), line(9, -1, 62.0, 16), line(10, 6, 70.0, 80))
+    path = write(
+        tmp_path / "b.jsonl",
+        line(5, -1, 61.1, 33),
+        line(6, 5, 61.3, 64),
+        line(9, -1, 62.0, 16),
+        line(10, 6, 70.0, 80),
+    )
     assert traces.detect(path) == "bailian"
     requests = list(traces.open_trace(path))
     assert [request.key for request in requests] == [5, 5, 9, 5]
@@ -155,7 +167,10 @@ def test_readers_keep_one_line_at_a_time(tmp_path):
         ("[]", "a JSON object is expected, not list"),
         ('{"timestamp": 1}', "input_length is missing"),
         (mooncake(float("nan"), 512, 1, [0]), "timestamp is nan, not a time"),
-        ('{"timestamp": "soon", "input_length": 1, "output_length": 1, "hash_ids": [0]}', "timestamp is 'soon', not a number"),
+        (
+            '{"timestamp": "soon", "input_length": 1, "output_length": 1, "hash_ids": [0]}',
+            "timestamp is 'soon', not a number",
+        ),
         (mooncake(3000, 0, 1, []), "input_length is 0, outside 1 to"),
         (mooncake(3000, -5, 1, []), "input_length is -5"),
         (mooncake(3000, 1 << 40, 1, []), "input_length is 1099511627776, outside"),
@@ -166,7 +181,10 @@ def test_readers_keep_one_line_at_a_time(tmp_path):
         (mooncake(3000, 512, 1, ["x"]), "hash id 'x' is not a whole number"),  # type: ignore[list-item]
         (mooncake(3000, 512, 1, [-1]), "hash id -1 is not"),
         (mooncake(3000, 512, 1, [1 << 31]), "hash id 2147483648 is not"),
-        ('{"timestamp": 3000, "input_length": 1, "output_length": 1, "hash_ids": 3}', "hash_ids is not a list"),
+        (
+            '{"timestamp": 3000, "input_length": 1, "output_length": 1, "hash_ids": 3}',
+            "hash_ids is not a list",
+        ),
         (mooncake(1000, 512, 1, [0]), "time 1 s is before the line above (2 s): sort the trace"),
     ],
 )
@@ -234,7 +252,10 @@ def test_a_text_that_turns_binary_is_said(tmp_path):
 
 # ServeGen
 
-DIGEST = "model,client,window_start_s,mean_rps,peak10min_rps,arrival_cv,in_mean,in_p50,in_p90,in_p99,out_mean,out_p50,out_p90,out_p99"
+DIGEST = (
+    "model,client,window_start_s,mean_rps,peak10min_rps,arrival_cv,"
+    "in_mean,in_p50,in_p90,in_p99,out_mean,out_p50,out_p90,out_p99"
+)
 
 
 def digest(tmp_path: Path, *rows: str) -> Path:
@@ -303,13 +324,28 @@ def test_servegen_stretches_time_and_follows_windows(tmp_path):
 
 def test_servegen_repeats_and_a_client_is_independent_of_the_others(tmp_path):
     path = digest(
-        tmp_path, "m,0,0,5,5,2,1,10,20,30,1,10,20,30", "m,1,0,1,5,9,1,10,20,30,1,10,20,30", "m,2,0,0,0,1,1,10,20,30,1,10,20,30"
+        tmp_path,
+        "m,0,0,5,5,2,1,10,20,30,1,10,20,30",
+        "m,1,0,1,5,9,1,10,20,30,1,10,20,30",
+        "m,2,0,0,0,1,1,10,20,30,1,10,20,30",
     )
     clients = servegen.read_digest(path)
-    once = [(request.arrival, request.key, len(request.prompt)) for request in servegen.draw(clients, 100.0, seed=5)]
-    again = [(request.arrival, request.key, len(request.prompt)) for request in servegen.draw(clients, 100.0, seed=5)]
-    other = [(request.arrival, request.key, len(request.prompt)) for request in servegen.draw(clients, 100.0, seed=6)]
-    alone = [(request.arrival, request.key, len(request.prompt)) for request in servegen.draw(clients[:1], 100.0, seed=5)]
+    once = [
+        (request.arrival, request.key, len(request.prompt))
+        for request in servegen.draw(clients, 100.0, seed=5)
+    ]
+    again = [
+        (request.arrival, request.key, len(request.prompt))
+        for request in servegen.draw(clients, 100.0, seed=5)
+    ]
+    other = [
+        (request.arrival, request.key, len(request.prompt))
+        for request in servegen.draw(clients, 100.0, seed=6)
+    ]
+    alone = [
+        (request.arrival, request.key, len(request.prompt))
+        for request in servegen.draw(clients[:1], 100.0, seed=5)
+    ]
     assert once == again != other
     assert [one for one in once if one[1] == 0] == alone
     assert not any(one[1] == 2 for one in once)  # a rate of 0 sends nothing
@@ -369,7 +405,10 @@ def test_tenants_file(tmp_path):
         ("[tenants.a]\nlend = 1", "tenants.a.lend: 1 is not true or false"),
         ("[tenants.a]\nparent = 1", "tenants.a.parent: 1 is not a tenant's name"),
         ("[tenants.a]\nparent = 'b'", "tenants.a.parent: no tenant 'b'"),
-        ("[tenants.abc]\n[tenants.x]\nparent = 'abd'", "tenants.x.parent: no tenant 'abd'; did you mean 'abc'?"),
+        (
+            "[tenants.abc]\n[tenants.x]\nparent = 'abd'",
+            "tenants.x.parent: no tenant 'abd'; did you mean 'abc'?",
+        ),
         ("[tenants.a]\nparent = 'a'", "go round in a circle"),
         ("[tenants.a]\nparent = 'b'\n[tenants.b]\nparent = 'a'", "go round in a circle"),
         ("[tenants.a]\nshare = 'a'", "share and share_tokens go together"),
@@ -447,9 +486,14 @@ def test_builtin_agent_repeats_its_context_word_by_word():
     follow = 0
     for i, first in enumerate(agent):
         for later in agent[i + 1 :]:
-            if len(later.prompt.parts) == len(first.prompt.parts) + 2 and later.prompt.parts[:-2] == first.prompt.parts:
+            if (
+                len(later.prompt.parts) == len(first.prompt.parts) + 2
+                and later.prompt.parts[:-2] == first.prompt.parts
+            ):
                 assert later.prompt.parts[-2] == (first.reply, first.max_new)
-                np.testing.assert_array_equal(later.prompt.tokens()[: len(first.prompt)], first.prompt.tokens())
+                np.testing.assert_array_equal(
+                    later.prompt.tokens()[: len(first.prompt)], first.prompt.tokens()
+                )
                 follow += 1
     assert follow > 100
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
+from kvalloc.bytes import format_bytes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-from kvalloc.bytes import format_bytes
 
 from .live import clock
 from .summary import seconds, short
@@ -33,8 +32,19 @@ MOST_COLOURS = 10
 GIB = 2.0**30
 INK, GREY, RESERVE, LIMIT = "#1f2933", "#9aa5b1", "#2f855a", "#c53030"
 HELD, CACHED, PINNED, FREE = "#2b6cb0", "#90cdf4", "#805ad5", "#edf2f7"
-COLOURS = ["#2b6cb0", "#dd6b20", "#2f855a", "#b83280", "#6b46c1", "#b7791f", "#0987a0", "#9b2c2c", "#4a5568", "#718096"]
-STYLE = {
+COLOURS = [
+    "#2b6cb0",
+    "#dd6b20",
+    "#2f855a",
+    "#b83280",
+    "#6b46c1",
+    "#b7791f",
+    "#0987a0",
+    "#9b2c2c",
+    "#4a5568",
+    "#718096",
+]
+STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9.5,
@@ -54,17 +64,19 @@ STYLE = {
     "grid.color": "#e4e7eb",
     "grid.linewidth": 0.7,
 }
-CSS = """
-body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;color:#1f2933;background:#fff;
-max-width:1100px;margin:2em auto;padding:0 1.2em}
-h1{font-size:1.6em;margin:.2em 0}h2{font-size:1.2em;margin:2em 0 .3em}p{margin:.4em 0;color:#3e4c59;max-width:75ch}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:.6em 0;font-size:.9em}
-th,td{padding:.25em .45em;text-align:right;border-bottom:1px solid #e4e7eb;white-space:nowrap}
-th{font-weight:600;color:#52606d}th:first-child,td:first-child{text-align:left}td.text{text-align:left;white-space:normal}
+CSS = """ body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica
+Neue",Arial,sans-serif;color:#1f2933;background:#fff; max-width:1100px;margin:2em auto;padding:0 1.2em}
+h1{font-size:1.6em;margin:.2em 0}h2{font-size:1.2em;margin:2em 0 .3em}p{margin:.4em
+0;color:#3e4c59;max-width:75ch} table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:.6em
+0;font-size:.9em} th,td{padding:.25em .45em;text-align:right;border-bottom:1px solid
+#e4e7eb;white-space:nowrap}
+th{font-weight:600;color:#52606d}th:first-child,td:first-child{text-align:left}td.text,th.text{text-align:left;white-space:normal}
 .child{padding-left:1.6em!important}.cards{display:flex;flex-wrap:wrap;gap:.8em;margin:1.2em 0}
-.card{border:1px solid #e4e7eb;border-radius:6px;padding:.5em 1em;min-width:8.2em}.card b{display:block;font-size:1.35em}
-.card span{color:#52606d;font-size:.86em}.bad{color:#c53030}.good{color:#2f855a}
-.scroll{overflow-x:auto}svg{max-width:100%;height:auto}footer{color:#7b8794;font-size:.85em;margin:3em 0 1em}
+.card{border:1px solid #e4e7eb;border-radius:6px;padding:.5em 1em;min-width:8.2em}.card
+b{display:block;font-size:1.35em} .card
+span{color:#52606d;font-size:.86em}.bad{color:#c53030}.good{color:#2f855a}
+.scroll{overflow-x:auto}svg{max-width:100%;height:auto}footer{color:#7b8794;font-size:.85em;margin:3em 0
+1em}
 """
 
 
@@ -83,8 +95,10 @@ def _page(result: dict[str, Any]) -> Sequence[str]:
     settings, names = result["settings"], _by_use(result)
     trace = html.escape(str(settings.get("trace", "")).rsplit("/", 1)[-1])
     about = (
-        f"{trace} on {html.escape(str(settings.get('model', '')))} ({html.escape(str(settings.get('dtype', '')))}), "
-        f"{format_bytes(result['pool']['capacity'])} of device, pages of {settings.get('page_tokens', '?')} tokens, "
+        f"{trace} on {html.escape(str(settings.get('model', '')))} "
+        f"({html.escape(str(settings.get('dtype', '')))}), "
+        f"{format_bytes(result['pool']['capacity'])} of device, "
+        f"pages of {settings.get('page_tokens', '?')} tokens, "
         f"seed {settings.get('seed', 0)}"
     )
     parts = [
@@ -94,19 +108,22 @@ def _page(result: dict[str, Any]) -> Sequence[str]:
         _cards(result),
         "<h2>Tenants</h2>",
         _table(result),
-        "<p>Prompt and reply are in tokens. Waiting ends when a request is admitted. Waste is room in last pages without a token, of held bytes.</p>",
+        "<p>Prompt and reply are in tokens. Waiting ends when a request is admitted. Waste is room in last "
+        "pages without a token, of held bytes.</p>",
         _refusals(result),
     ]
     if names and len(result["series"]["time"]) > 1:
         parts += [
-            "<h2>Use of each tenant</h2><p>Bytes charged to the tenant and all below it: held by running sequences, pinned, and "
-            "cached, which may be taken back. The reserve is available to its owner at once; the limit is never exceeded.</p>",
+            "<h2>Use of each tenant</h2><p>Bytes charged to the tenant and all below it: held by running "
+            "sequences, pinned, and cached, which may be taken back. The reserve is available to its owner at "
+            "once; the limit is never exceeded.</p>",
             _uses(result, names),
             "<h2>The pool</h2><p>Who holds it, what is cached for later, what is free.</p>",
             _pool(result, names),
-            "<h2>Hit rate</h2><p>Share of prompt tokens that were found in the cache, of requests admitted in a moving twentieth of the run.</p>",
+            "<h2>Hit rate</h2><p>Share of prompt tokens that were found in the cache, of requests admitted in "
+            "a moving twentieth of the run.</p>",
             _hits(result, names),
-            "<h2>Waiting</h2><p>Requests that wait for room or for a row, and how many of them waited how long.</p>",
+            "<h2>Waiting</h2><p>Requests that wait for room or for a row, and how long they waited.</p>",
             _waiting(result, names),
         ]
     parts += ["<h2>Settings</h2>", _settings(result), "<footer>Written by kvalloc replay.</footer></html>\n"]
@@ -130,7 +147,10 @@ def _cards(result: dict[str, Any]) -> str:
     run, pool = result["run"], result["pool"]
     ok = result["audit"]["ok"]
     cards = [
-        (f"{run['finished']:,}", f"of {run['requests']:,} requests finished" + (", interrupted" if result["interrupted"] else "")),
+        (
+            f"{run['finished']:,}",
+            f"of {run['requests']:,} requests finished" + (", interrupted" if result["interrupted"] else ""),
+        ),
         (f"{run['refused']:,}", "refused"),
         (f"{pool['hit_rate']:.1%}", "of prompt tokens hit"),
         (f"{pool['peak_held'] / pool['capacity']:.0%}", "of the pool held at the peak"),
@@ -141,14 +161,17 @@ def _cards(result: dict[str, Any]) -> str:
     ]
     text = "".join(f'<div class="card"><b>{big}</b><span>{small}</span></div>' for big, small in cards)
     audit = '<b class="good">balance</b>' if ok else '<b class="bad">broken</b>'
-    problems = "".join(f'<p class="bad">{html.escape(problem)}</p>' for problem in result["audit"]["problems"][:20])
-    return f'<div class="cards">{text}<div class="card">{audit}<span>the books, by audit</span></div></div>{problems}'
+    problems = "".join(
+        f'<p class="bad">{html.escape(problem)}</p>' for problem in result["audit"]["problems"][:20]
+    )
+    text += f'<div class="card">{audit}<span>the books, by audit</span></div>'
+    return f'<div class="cards">{text}</div>{problems}'
 
 
 def _table(result: dict[str, Any]) -> str:
     head = (
-        "tenant", "reserve", "limit", "weight", "requests", "finished", "refused", "prompt", "reply", "hit rate",
-        "wait P50", "P99", "first token P50", "P99", "waste",
+        "tenant", "reserve", "limit", "weight", "requests", "finished", "refused", "prompt", "reply",
+        "hit rate", "wait P50", "P99", "first token P50", "P99", "waste",
     )  # fmt: skip
     lines = ["<tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"]
     for row in result["tenants"]:
@@ -172,20 +195,24 @@ def _table(result: dict[str, Any]) -> str:
         cells += [""] * (len(head) - 1 - len(cells))
         indent = ' class="child"' if row["parent"] else ""
         lines.append(
-            f"<tr><td{indent}>{html.escape(row['name'])}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+            f"<tr><td{indent}>{html.escape(row['name'])}</td>"
+            + "".join(f"<td>{cell}</td>" for cell in cells)
+            + "</tr>"
         )
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
 def _refusals(result: dict[str, Any]) -> str:
     lines = [
-        f'<tr><td>{html.escape(row["name"])}</td><td>{count:,}</td><td class="text">{html.escape(reason)}</td></tr>'
+        f"<tr><td>{html.escape(row['name'])}</td><td>{count:,}</td>"
+        f'<td class="text">{html.escape(reason)}</td></tr>'
         for row in result["tenants"]
         for reason, count in row["refused"].items()
     ]
     if not lines:
         return ""
-    return f'<h2>Refused</h2><table><tr><th>tenant</th><th>requests</th><th class="text">why</th></tr>{"".join(lines)}</table>'
+    head = '<tr><th>tenant</th><th>requests</th><th class="text">why</th></tr>'
+    return f"<h2>Refused</h2><table>{head}{''.join(lines)}</table>"
 
 
 def _settings(result: dict[str, Any]) -> str:
@@ -212,7 +239,8 @@ def _uses(result: dict[str, Any], names: list[str]) -> str:
     for at, name in enumerate(shown):
         ax, under = axes[at // across][at % across], _subtree(result, name)
         parts = [
-            np.sum([series["tenants"][each][what] for each in under], axis=0) / GIB for what in ("held", "pinned", "cached")
+            np.sum([series["tenants"][each][what] for each in under], axis=0) / GIB
+            for what in ("held", "pinned", "cached")
         ]
         ax.stackplot(times, *parts, colors=[HELD, PINNED, CACHED], step="post", linewidth=0)
         top = max(float(np.sum(parts, axis=0).max()), 0.01)
@@ -232,14 +260,19 @@ def _uses(result: dict[str, Any], names: list[str]) -> str:
         _time_axis(ax, times, label=at + across >= len(shown))
     for ax in list(axes.flat)[len(shown) :]:
         ax.set_visible(False)
-    handles = [mpl.patches.Patch(color=c, label=t) for c, t in ((HELD, "held"), (PINNED, "pinned"), (CACHED, "cached"))]
+    handles: list[Any] = [
+        mpl.patches.Patch(color=c, label=t)
+        for c, t in ((HELD, "held"), (PINNED, "pinned"), (CACHED, "cached"))
+    ]
     handles += [
         mpl.lines.Line2D([], [], color=RESERVE, linestyle="--", label="reserve"),
         mpl.lines.Line2D([], [], color=LIMIT, label="limit"),
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=5)
     more = len(names) - len(shown)
-    return _svg(figure) + (f"<p>The {len(shown)} tenants that used most; {more} more are in the table.</p>" if more else "")
+    return _svg(figure) + (
+        f"<p>The {len(shown)} tenants that used most; {more} more are in the table.</p>" if more else ""
+    )
 
 
 def _subtree(result: dict[str, Any], root: str) -> list[str]:
@@ -255,7 +288,10 @@ def _pool(result: dict[str, Any], names: list[str]) -> str:
     series, times = result["series"], _times(result)
     shown = names[: MOST_COLOURS - 1]
     pool = {what: np.array(values) / GIB for what, values in series["pool"].items()}
-    held = [(np.array(series["tenants"][n]["held"]) + np.array(series["tenants"][n]["pinned"])) / GIB for n in shown]
+    held = [
+        (np.array(series["tenants"][n]["held"]) + np.array(series["tenants"][n]["pinned"])) / GIB
+        for n in shown
+    ]
     labels, colours = [f"{name}, held" for name in shown], [_colours(names)[name] for name in shown]
     rest = pool["held"] + pool["pinned"] - np.sum(held, axis=0)
     if len(names) > len(shown):
@@ -307,9 +343,13 @@ def _hits(result: dict[str, Any], names: list[str]) -> str:
 
 def _moving(prompt: Floats, cached: Floats, span: int) -> Floats:
     """Return the hit rate of what was admitted in the last `span` samples; NaN where nothing was."""
-    before = np.concatenate((np.zeros(span), prompt[:-span])), np.concatenate((np.zeros(span), cached[:-span]))
+    before = (
+        np.concatenate((np.zeros(span), prompt[:-span])),
+        np.concatenate((np.zeros(span), cached[:-span])),
+    )
     asked, hit = prompt - before[0], cached - before[1]
-    return np.divide(hit, asked, out=np.full(len(asked), np.nan), where=asked > 0)
+    rate: Floats = np.divide(hit, asked, out=np.full(len(asked), np.nan), where=asked > 0)
+    return rate
 
 
 def _waiting(result: dict[str, Any], names: list[str]) -> str:
@@ -320,7 +360,14 @@ def _waiting(result: dict[str, Any], names: list[str]) -> str:
     colours = _colours(names)
     shown = [name for name in colours if name in asked]
     for name in shown:
-        left.step(times, series["tenants"][name]["waiting"], where="post", color=colours[name], linewidth=1.2, label=name)
+        left.step(
+            times,
+            series["tenants"][name]["waiting"],
+            where="post",
+            color=colours[name],
+            linewidth=1.2,
+            label=name,
+        )
     left.set_title("requests that wait")
     left.set_ylim(bottom=0)
     left.yaxis.set_major_locator(MaxNLocator(5, integer=True))
