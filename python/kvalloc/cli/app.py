@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvalloc
+from kvalloc import models as catalogue
 from kvalloc.engine.clock import StepTime
 from kvalloc.engine.replay import Replay
 
@@ -252,7 +253,7 @@ def models(
     table.add_column("model")
     for name in ("bytes/token", "8,192 tokens", "131,072 tokens"):
         table.add_column(name, justify="right")
-    shown = [name for name in kvalloc.models.names() if find.lower() in name.lower()]
+    shown = [name for name in catalogue.names() if find.lower() in name.lower()]
     if not shown:
         fail(f"no model with {find!r} in its name")
     for name in shown:
@@ -298,5 +299,5 @@ def spec_of(model: str, page_tokens: int, dtype: str) -> kvalloc.KVSpec:
             fail(f"{model}: no such file")
         config: Any = path
     else:
-        config = kvalloc.models.get(model)
+        config = catalogue.get(model)
     return kvalloc.KVSpec.from_hf_config(config, page_tokens=page_tokens, dtype=dtype)

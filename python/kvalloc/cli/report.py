@@ -115,13 +115,13 @@ def _page(result: dict[str, Any]) -> Sequence[str]:
     if names and len(result["series"]["time"]) > 1:
         parts += [
             "<h2>Use of each tenant</h2><p>Bytes charged to the tenant and all below it: held by running "
-            "sequences, pinned, and cached, which may be taken back. The reserve is available to its owner at "
-            "once; the limit is never exceeded.</p>",
+            "sequences, pinned, and cached, which may be taken back. The reserve is available to its owner "
+            "at once; the limit is never exceeded.</p>",
             _uses(result, names),
             "<h2>The pool</h2><p>Who holds it, what is cached for later, what is free.</p>",
             _pool(result, names),
-            "<h2>Hit rate</h2><p>Share of prompt tokens that were found in the cache, of requests admitted in "
-            "a moving twentieth of the run.</p>",
+            "<h2>Hit rate</h2><p>Share of prompt tokens that were found in the cache, of requests admitted "
+            "in a moving twentieth of the run.</p>",
             _hits(result, names),
             "<h2>Waiting</h2><p>Requests that wait for room or for a row, and how long they waited.</p>",
             _waiting(result, names),

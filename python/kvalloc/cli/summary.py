@@ -78,7 +78,8 @@ def print_summary(result: dict[str, Any], console: Console) -> None:
         f"peak charged {format_bytes(pool['peak_charged'])} of {format_bytes(pool['capacity'])}, "
         f"{evictions:,} evictions, waste {pool['waste']:.2%}, fragmentation {pool['fragmentation']:.1%}",
         f"time    {clock(run['virtual_seconds'])} replayed in {run['host_seconds']:.1f} s; "
-        f"{run['steps']:,} steps; host time a step: P50 {run['step_us']['p50']:.0f} us, P99 {run['step_us']['p99']:.0f} us, "
+        f"{run['steps']:,} steps; host time a step: P50 {run['step_us']['p50']:.0f} us, "
+        f"P99 {run['step_us']['p99']:.0f} us, "
         f"in the pool P50 {run['core_us']['p50']:.1f} us, P99 {run['core_us']['p99']:.1f} us",
         f"ended   {run['finished']:,} finished, {run['refused']:,} refused, "
         f"{run['running']:,} running, {run['waiting']:,} waiting"

@@ -249,9 +249,7 @@ class Replay:
 
 def kv_bytes(spec: KVSpec) -> list[tuple[float, int | None]]:
     """Return, per layer group that keeps pages, bytes a token and the window (None: no window)."""
-    return [
-        (group.page_bytes / spec.page_tokens, group.window) for group in spec.groups if group.kind != "state"
-    ]
+    return [(group.bytes_per_token, group.window) for group in spec.groups if group.kind != "state"]
 
 
 def stats_dict(stats: Any) -> dict[str, int | float]:
