@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from kvalloc.bytes import format_bytes, parse_bytes
 from rich.console import Console
 from rich.table import Table
 
 import kvalloc
-from kvalloc.bytes import format_bytes, parse_bytes
+from kvalloc import models as catalogue
 from kvalloc.engine.clock import StepTime
 from kvalloc.engine.replay import Replay
 
@@ -42,6 +43,8 @@ def main() -> None:
     """Run the command line; errors of the user's making are one line and exit code 2."""
     try:
         app()
+    except KeyboardInterrupt:  # before a replay has begun, or the second one
+        sys.exit(INTERRUPTED)
     except (kvalloc.KvallocError, ValueError, OSError) as error:
         fail(str(error))
     except BrokenPipeError:
@@ -85,31 +88,39 @@ def replay(
             "--trace",
             "-t",
             metavar="FILE",
-            help="Mooncake, Bailian (JSON lines), Azure, BurstGPT or ServeGen digest (CSV). Default: a built-in workload.",
+            help="Mooncake, Bailian (JSON lines); Azure, BurstGPT, ServeGen digest (CSV). "
+            "Default: a built-in workload.",
         ),
     ] = None,
     model: Model = DEFAULT_MODEL,
     device: Annotated[
         str | None,
-        typer.Option("--device", "-d", metavar="SIZE", help="Device bytes. [default: 24GiB; 64GiB with a trace]"),
+        typer.Option(
+            "--device", "-d", metavar="SIZE", help="Device bytes. [default: 24GiB; 64GiB with a trace]"
+        ),
     ] = None,
     host: Annotated[str, typer.Option("--host", metavar="SIZE", help="Bytes of the host tier.")] = "0",
     page_tokens: PageTokens = 16,
     dtype: Dtype = "bfloat16",
     tenants: Annotated[
         int | None,
-        typer.Option("--tenants", "-n", metavar="N", help="Tenants to spread a trace over. [default: 4; ServeGen: 12]"),
+        typer.Option(
+            "--tenants", "-n", metavar="N", help="Tenants to spread a trace over. [default: 4; ServeGen: 12]"
+        ),
     ] = None,
     tenants_file: Annotated[
         Path | None,
-        typer.Option("--tenants-file", metavar="FILE", help="Tenants in TOML: reserve, limit, weight, scope tree."),
+        typer.Option(
+            "--tenants-file", metavar="FILE", help="Tenants in TOML: reserve, limit, weight, scope tree."
+        ),
     ] = None,
     step_time: Annotated[
         str,
         typer.Option(
             "--step-time",
             metavar="NAME=NUMBER,...",
-            help="Seconds a step (base), a prompt token (prefill), a decoding row (row); bytes read a second (bandwidth).",
+            help="Seconds a step (base), a prompt token (prefill), a decoding row (row); "
+            "bytes read a second (bandwidth).",
         ),
     ] = "",
     seed: Annotated[int, typer.Option("--seed", min=0, help="Decides everything that is drawn.")] = 0,
@@ -126,21 +137,27 @@ def replay(
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option("--rate", metavar="R", help="Requests a second at the start, for ServeGen. [default: 4]"),
+        typer.Option(
+            "--rate", metavar="R", help="Requests a second at the start, for ServeGen. [default: 4]"
+        ),
     ] = None,
     digest_model: Annotated[
         str | None, typer.Option("--digest-model", metavar="NAME", help="Whose clients, for ServeGen.")
     ] = None,
     budget: Annotated[int, typer.Option("--budget", min=1, help="Most tokens in a step.")] = 8192,
-    max_rows: Annotated[int, typer.Option("--max-rows", min=1, help="Most sequences that run at once.")] = 256,
+    max_rows: Annotated[
+        int, typer.Option("--max-rows", min=1, help="Most sequences that run at once.")
+    ] = 256,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=2, help="Longest sequence, prompt and reply.")
     ] = 131_072,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all that was measured. -: to standard output.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write all that was measured. -: to standard output."),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE.html", help="Write a report with plots, one file.")
+        Path | None,
+        typer.Option("--report", metavar="FILE.html", help="Write a report with plots, one file."),
     ] = None,
     live: Annotated[
         bool, typer.Option("--live/--no-live", help="A live view while it runs, if this is a terminal.")
@@ -206,8 +223,10 @@ def replay(
         raise typer.Exit(1)
 
 
-def _serve(run: Replay, traffic: Traffic, settings: dict[str, Any], console: Console | None) -> dict[str, Any]:
-    """Run with a live view if this is a terminal; the first Ctrl-C ends the run in good order, the second one at once."""
+def _serve(
+    run: Replay, traffic: Traffic, settings: dict[str, Any], console: Console | None
+) -> dict[str, Any]:
+    """Run, with a live view on a terminal. The first Ctrl-C ends it in good order, the second at once."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         run.stop()
@@ -234,7 +253,7 @@ def models(
     table.add_column("model")
     for name in ("bytes/token", "8,192 tokens", "131,072 tokens"):
         table.add_column(name, justify="right")
-    shown = [name for name in kvalloc.models.names() if find.lower() in name.lower()]
+    shown = [name for name in catalogue.names() if find.lower() in name.lower()]
     if not shown:
         fail(f"no model with {find!r} in its name")
     for name in shown:
@@ -250,7 +269,9 @@ def models(
 
 @app.command()
 def size(
-    model: Annotated[str, typer.Argument(metavar="NAME|FILE", help="Model of the catalogue, or a config.json.")],
+    model: Annotated[
+        str, typer.Argument(metavar="NAME|FILE", help="Model of the catalogue, or a config.json.")
+    ],
     device: Annotated[str, typer.Option("--device", "-d", metavar="SIZE", help="Device bytes.")] = "24GiB",
     page_tokens: PageTokens = 16,
     dtype: Dtype = "bfloat16",
@@ -264,7 +285,9 @@ def size(
         need = spec.bytes_for(tokens)
         table.add_row(f"{tokens:,}", format_bytes(need), f"{room // need:,}")
     console = Console()
-    console.print(f"{model}: {spec.bytes_per_token:,} bytes a token, pages of {page_tokens}, {format_bytes(room)}")
+    console.print(
+        f"{model}: {spec.bytes_per_token:,} bytes a token, pages of {page_tokens}, {format_bytes(room)}"
+    )
     console.print(table)
 
 
@@ -276,5 +299,5 @@ def spec_of(model: str, page_tokens: int, dtype: str) -> kvalloc.KVSpec:
             fail(f"{model}: no such file")
         config: Any = path
     else:
-        config = kvalloc.models.get(model)
+        config = catalogue.get(model)
     return kvalloc.KVSpec.from_hf_config(config, page_tokens=page_tokens, dtype=dtype)

@@ -1,19 +1,18 @@
 """The live view of a replay: progress, a bar per tenant, hit rate, who waits.
 
-It is redrawn from the replay's own loop a few times a second, not by a thread, so that it takes the same small share of the
-run wherever it runs.
+It is redrawn from the replay's own loop a few times a second, not by a thread, so that it takes the same
+small share of the run wherever it runs.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvalloc.bytes import format_bytes
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-
-from kvalloc.bytes import format_bytes
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -29,7 +28,11 @@ HELD, CACHED, PINNED, PROMISED = "bright_blue", "cyan", "magenta", "grey42"
 
 
 def bar(
-    width: int, full: float, parts: list[tuple[float, str, str]], reserve: float = 0, limit: float | None = None
+    width: int,
+    full: float,
+    parts: list[tuple[float, str, str]],
+    reserve: float = 0,
+    limit: float | None = None,
 ) -> Text:
     """Draw amounts one after another on a line that stands for `full`, with marks at reserve and limit.
 
@@ -100,9 +103,11 @@ class LiveView:
             f" {done:4.0%}  {arrived:,} requests, {clock(seconds)} replayed in {run.host_ns / 1e9:.0f} s\n",
             "pool     ",
             bar(width, pool.capacity, used),
-            f" {format_bytes(pool.capacity)}: held {format_bytes(pool.held)}, cached {format_bytes(pool.cached)}, ",
+            f" {format_bytes(pool.capacity)}: held {format_bytes(pool.held)}, ",
+            f"cached {format_bytes(pool.cached)}, ",
             f"free {format_bytes(pool.free)}\n",
-            f"hit rate {hit / prompt if prompt else 0:.1%}, {len(engine.rows)} running, {engine.waiting} waiting, ",
+            f"hit rate {hit / prompt if prompt else 0:.1%}, {len(engine.rows)} running, ",
+            f"{engine.waiting} waiting, ",
             f"{engine.steps:,} steps, {run.host_ns / 1e3 / max(1, engine.steps):.0f} us a step",
             no_wrap=True,
             overflow="ellipsis",
@@ -113,7 +118,10 @@ class LiveView:
         queues = list(run.engine.queues.values())
         full = max(
             1,
-            max((max(q.tenant.reserve, min(q.tenant.limit or 0, run.pool.capacity)) for q in queues), default=1),
+            max(
+                (max(q.tenant.reserve, min(q.tenant.limit or 0, run.pool.capacity)) for q in queues),
+                default=1,
+            ),
             max((q.tenant.held + q.tenant.pinned + q.tenant.cached for q in queues), default=1),
         )
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
@@ -131,13 +139,13 @@ class LiveView:
                 (tenant.cached, "▒", CACHED),
                 (tenant.promised, "░", PROMISED),
             ]
-            hits = counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else 0.0
+            hits = f"{counts.cached_tokens / counts.prompt_tokens:.0%}" if counts.prompt_tokens else ""
             table.add_row(
                 queue.name,
                 bar(width, full, parts, tenant.reserve, tenant.limit),
                 format_bytes(tenant.held),
                 format_bytes(tenant.cached),
-                f"{hits:.0%}",
+                hits,
                 str(queue.running),
                 Text(str(len(queue.requests)), style="yellow" if queue.requests else ""),
             )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from kvalloc.bytes import format_bytes
+from rich.table import Table
 
 from .live import clock
 
@@ -70,20 +69,26 @@ def print_summary(result: dict[str, Any], console: Console) -> None:
     console.print(table, highlight=False)
     for row in result["tenants"]:
         for reason, count in row["refused"].items():
-            console.print(f"  {row['name']}: {count} refused: {reason}", highlight=False, markup=False, soft_wrap=True)
+            console.print(
+                f"  {row['name']}: {count} refused: {reason}", highlight=False, markup=False, soft_wrap=True
+            )
     evictions = pool["stats"].get("evictions", 0)
     lines = [
         f"pool    hit rate {pool['hit_rate']:.1%}, peak held {format_bytes(pool['peak_held'])}, "
         f"peak charged {format_bytes(pool['peak_charged'])} of {format_bytes(pool['capacity'])}, "
         f"{evictions:,} evictions, waste {pool['waste']:.2%}, fragmentation {pool['fragmentation']:.1%}",
-        f"time    {clock(run['virtual_seconds'])} replayed in {run['host_seconds']:.1f} s; {run['steps']:,} steps, host time a step: "
-        f"P50 {run['step_us']['p50']:.0f} us, P99 {run['step_us']['p99']:.0f} us; in the pool P50 {run['core_us']['p50']:.1f} us, "
-        f"P99 {run['core_us']['p99']:.1f} us",
-        f"ended   {run['finished']:,} finished, {run['refused']:,} refused, {run['running']:,} running, {run['waiting']:,} waiting"
+        f"time    {clock(run['virtual_seconds'])} replayed in {run['host_seconds']:.1f} s; "
+        f"{run['steps']:,} steps; host time a step: P50 {run['step_us']['p50']:.0f} us, "
+        f"P99 {run['step_us']['p99']:.0f} us, "
+        f"in the pool P50 {run['core_us']['p50']:.1f} us, P99 {run['core_us']['p99']:.1f} us",
+        f"ended   {run['finished']:,} finished, {run['refused']:,} refused, "
+        f"{run['running']:,} running, {run['waiting']:,} waiting"
         + (" (interrupted)" if result["interrupted"] else ""),
     ]
     problems = result["audit"]["problems"]
-    lines.append("audit   the books balance" if result["audit"]["ok"] else f"audit   FAILED: {'; '.join(problems[:5])}")
+    lines.append(
+        "audit   the books balance" if result["audit"]["ok"] else f"audit   FAILED: {'; '.join(problems[:5])}"
+    )
     if run["idle_while_waiting_s"] > 0:
         lines.append(f"warning requests waited for {run['idle_while_waiting_s']:.1f} s while nothing ran")
     for line in lines:

@@ -67,7 +67,9 @@ def choose(
     elif kind == "servegen":
         traffic = _servegen(trace, plans, tenants, seed, limit_seconds, rate, digest_model)
     else:
-        traffic = Traffic(traces.FORMATS[kind](trace), plans or numbered(tenants or TRACE_TENANTS), TRACE_DEVICE)
+        traffic = Traffic(
+            traces.FORMATS[kind](trace), plans or numbered(tenants or TRACE_TENANTS), TRACE_DEVICE
+        )
         traffic.total_requests = _count_lines(trace) - (trace.suffix == ".csv")
         if limit_seconds is not None:
             end = limit_seconds
@@ -84,7 +86,9 @@ def _builtin(
     plans: list[TenantPlan] | None, tenants: int | None, seed: int, limit_seconds: float | None
 ) -> Traffic:
     if tenants is not None:
-        raise ValueError("--tenants: the built-in workload has its own tenants; give a --trace, or a --tenants-file")
+        raise ValueError(
+            "--tenants: the built-in workload has its own tenants; give a --trace, or a --tenants-file"
+        )
     seconds = limit_seconds or workload.SECONDS
     requests: Iterator[Request] = workload.builtin_workload(seconds, seed=seed)
     if plans is not None:
@@ -110,7 +114,9 @@ def _servegen(
         requests = _anonymous(requests)
     else:
         share = f"{50 / len(clients):.3f}%"
-        plans = [TenantPlan(f"client-{client.number}", reserve=share, traffic=client.rate) for client in clients]
+        plans = [
+            TenantPlan(f"client-{client.number}", reserve=share, traffic=client.rate) for client in clients
+        ]
     return Traffic(requests, plans, TRACE_DEVICE, total_seconds=seconds)
 
 

@@ -1,7 +1,7 @@
 """The reference scheduler, and what it takes to replay request traces through a pool without a model.
 
-`Engine` is the scheduler. `ClockModel` stands in for a model and only takes time. `open_trace`, `servegen` and `workload` give
-requests; `tenants` says who sends them; `replay` puts all of it together and measures.
+`Engine` is the scheduler. `ClockModel` stands in for a model and only takes time. `open_trace`, `servegen`
+and `workload` give requests; `tenants` says who sends them; `replay` puts all of it together and measures.
 """
 
 from .clock import Clock, ClockModel, StepTime, VirtualClock, WallClock

@@ -1,9 +1,10 @@
 """Time: a clock that is real or not, and a stand-in for a model that only takes time.
 
-The time of a step is ``base + prefill * (prompt tokens) + row * (rows that decode) + (KV bytes read) / bandwidth``. The
-first term is what a step costs whatever it does (reading the weights, launching kernels), the second is arithmetic of the
-prompt, the last one is attention reading the cache. The defaults resemble a model of 7 to 8 billion parameters on a node
-of a few current accelerators, a server that can just keep up with one request of 12,000 tokens every 0.3 s.
+The time of a step is ``base + prefill * (prompt tokens) + row * (rows that decode) + (KV bytes read) /
+bandwidth``. The first term is what a step costs whatever it does (reading the weights, launching kernels),
+the second is arithmetic of the prompt, the last one is attention reading the cache. The defaults resemble a
+model of 7 to 8 billion parameters on a node of a few current accelerators, a server that can just keep up
+with one request of 12,000 tokens every 0.3 s.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvalloc import Batch, Step
 
-    from .scheduler import Rows
+    from .rows import Rows
 
 __all__ = ["Clock", "ClockModel", "StepTime", "VirtualClock", "WallClock"]
 
@@ -159,6 +160,9 @@ class ClockModel:
             read += size * float(np.minimum(lens, window).sum(dtype=np.int64))
         decoding = n - len(rows.prefilling)
         self.clock.seconds += (
-            cost.base + cost.prefill * (step.num_tokens - decoding) + cost.row * decoding + read / cost.bandwidth
+            cost.base
+            + cost.prefill * (step.num_tokens - decoding)
+            + cost.row * decoding
+            + read / cost.bandwidth
         )
         return reply_tokens(rows.reply[:n], lens)

@@ -1,7 +1,8 @@
 """Measuring a replay: counts per tenant, waiting times, and use over time.
 
-Requests are counted as they end; use is sampled from the books at an interval of virtual time. The number of samples is
-bounded: when there are too many, every second one goes and the interval doubles, so a run of any length costs the same.
+Requests are counted as they end; use is sampled from the books at an interval of virtual time. The number
+of samples is bounded: when there are too many, every second one goes and the interval doubles, so a run of
+any length costs the same.
 """
 
 from __future__ import annotations
@@ -25,7 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["Meter", "TenantCounts", "quantiles"]
 
 MOST_SAMPLES = 1024
-FIELDS = ("held", "cached", "pinned", "promised", "waiting", "running", "prompt_tokens", "cached_tokens", "waste")
+FIELDS = (
+    "held",
+    "cached",
+    "pinned",
+    "promised",
+    "waiting",
+    "running",
+    "prompt_tokens",
+    "cached_tokens",
+    "waste",
+)
 POOL_FIELDS = ("free", "held", "cached", "pinned")
 _DIGITS = re.compile(r"\d[\d,._]*")
 
@@ -104,10 +115,10 @@ class Meter:
         """Write down the books as they are."""
         rows, queues = engine.rows, engine.queues
         n, size = len(rows), self.page_tokens
-        waste = np.zeros(len(queues))
+        waste: NDArray[np.float64] = np.zeros(len(queues))
         if n:
             tail = -rows.lens[:n] % size
-            waste = np.bincount(rows.tenant[:n], weights=tail, minlength=len(queues)) * self.token_bytes
+            waste += np.bincount(rows.tenant[:n], weights=tail, minlength=len(queues)) * self.token_bytes
         table = np.empty((len(queues), len(FIELDS)))
         nothing = TenantCounts()
         for i, queue in enumerate(queues.values()):
@@ -126,7 +137,7 @@ class Meter:
             if queue.requests:
                 self.oldest_wait = max(self.oldest_wait, now - queue.requests[0].arrival)
         pool = engine.pool
-        free, held, cached, pinned = books = (pool.free, pool.held, pool.cached, pool.pinned)
+        _, held, cached, pinned = books = (pool.free, pool.held, pool.cached, pool.pinned)
         self.peak_held = max(self.peak_held, held + pinned)
         self.peak_charged = max(self.peak_charged, held + cached + pinned)
         self.times.append(now)
@@ -151,7 +162,7 @@ class Meter:
         }
 
     def mean_waste(self) -> tuple[float, NDArray[np.float64]]:
-        """Return internal waste as a share of held bytes, over all and per tenant, averaged over the samples."""
+        """Return internal waste as a share of held bytes, in all and per tenant, a mean over the samples."""
         if not self.samples:
             return 0.0, np.zeros(0)
         table = np.array(self.samples)

@@ -17,22 +17,26 @@ The result is a dict of plain values, what ``kvalloc replay --json`` writes:
 ``interrupted``
     True if it was stopped before the end.
 ``run``
-    ``virtual_seconds``, ``host_seconds``, ``steps``, ``requests`` (arrived), ``finished``, ``refused``, ``aborted``, ``waiting`` and ``running`` at
-    the end, ``idle_while_waiting_s`` (seconds in which somebody waited and nothing ran: 0 if all is well), ``oldest_wait_s``,
-    ``step_us`` (host time per step, all of Python and the pool) and ``core_us`` (``Batch.step`` and ``Batch.commit`` alone), each
-    with ``mean``, ``p50``, ``p99``, ``max``.
+    ``virtual_seconds``, ``host_seconds``, ``steps``, ``requests`` (arrived), ``finished``, ``refused``,
+    ``aborted``, ``waiting`` and ``running`` at the end, ``idle_while_waiting_s`` (seconds in which somebody
+    waited and nothing ran: 0 if all is well), ``oldest_wait_s``, ``step_us`` (host time per step, all of
+    Python and the pool) and ``core_us`` (``Batch.step`` and ``Batch.commit`` alone), each with ``mean``,
+    ``p50``, ``p99``, ``max``.
 ``pool``
-    Bytes: ``capacity``, ``peak_held``, ``peak_charged``, and at the end ``free``, ``held``, ``cached``, ``pinned``. Shares: ``hit_rate`` (of prompt
-    tokens), ``waste`` (room in last pages without a token, of held bytes, mean over time), ``fragmentation`` (bytes that are free but in extents of
-    another class, of free bytes). ``stats``: the pool's own counters.
+    Bytes: ``capacity``, ``peak_held``, ``peak_charged``, and at the end ``free``, ``held``, ``cached``,
+    ``pinned``. Shares: ``hit_rate`` (of prompt tokens), ``waste`` (room in last pages without a token, of
+    held bytes, mean over time), ``fragmentation`` (bytes that are free but in extents of another class, of
+    free bytes). ``stats``: the pool's own counters.
 ``tenants``
-    A list: ``name``, ``parent``, ``reserve``, ``limit`` (null: none), ``weight``, ``requests``, ``finished``, ``refused`` (reason to count; numbers in reasons
-    read N), ``prompt_tokens``, ``cached_tokens``, ``generated_tokens``, ``hit_rate``, ``wait_s`` and ``first_token_s`` (``mean``, ``p50``, ``p99``, ``max``),
-    ``waste``, ``held``, ``cached``, ``pinned``.
+    A list: ``name``, ``parent``, ``reserve``, ``limit`` (null: none), ``weight``, ``requests``,
+    ``finished``, ``refused`` (reason to count; numbers in reasons read N), ``prompt_tokens``,
+    ``cached_tokens``, ``generated_tokens``, ``hit_rate``, ``wait_s`` and ``first_token_s`` (``mean``,
+    ``p50``, ``p99``, ``max``), ``waste``, ``held``, ``cached``, ``pinned``.
 ``audit``
     ``ok`` and ``problems``, what `Pool.audit` said at the end.
 ``series``
-    ``time`` (seconds), ``pool`` and ``tenants``: bytes and counts at those times; ``prompt_tokens`` and ``cached_tokens`` grow.
+    ``time`` (seconds), ``pool`` and ``tenants``: bytes and counts at those times; ``prompt_tokens`` and
+    ``cached_tokens`` grow.
 """
 
 from __future__ import annotations
@@ -172,10 +176,12 @@ class Replay:
         pool, engine, meter = self.pool, self.engine, self.meter
         waste, waste_of = meter.mean_waste()
         rows = [self._tenant(plan, float(waste_of[i])) for i, plan in enumerate(self.plans)]
-        for name in meter.tenants:  # requests of tenants that don't exist were refused
-            if name not in self.tenants:
-                rows.append({**self._tenant(TenantPlan(name), 0.0)})
-        total = {key: sum(row[key] for row in rows) for key in ("requests", "finished", "prompt_tokens", "cached_tokens")}
+        unknown = [name for name in meter.tenants if name not in self.tenants]  # whose requests were refused
+        rows += [self._tenant(TenantPlan(name), 0.0) for name in unknown]
+        total = {
+            key: sum(row[key] for row in rows)
+            for key in ("requests", "finished", "prompt_tokens", "cached_tokens")
+        }
         audit = pool.audit()
         stats = stats_dict(pool.stats())
         return {
@@ -205,7 +211,9 @@ class Replay:
                 "held": pool.held,
                 "cached": pool.cached,
                 "pinned": pool.pinned,
-                "hit_rate": total["cached_tokens"] / total["prompt_tokens"] if total["prompt_tokens"] else 0.0,
+                "hit_rate": total["cached_tokens"] / total["prompt_tokens"]
+                if total["prompt_tokens"]
+                else 0.0,
                 "waste": waste,
                 "fragmentation": float(stats.get("fragmentation", 0.0)),
                 "stats": stats,
@@ -240,10 +248,8 @@ class Replay:
 
 
 def kv_bytes(spec: KVSpec) -> list[tuple[float, int | None]]:
-    """Return, per layer group that keeps pages, bytes a token and the window (None: all of the context is read)."""
-    return [
-        (group.page_bytes / spec.page_tokens, group.window) for group in spec.groups if group.kind != "state"
-    ]
+    """Return, per layer group that keeps pages, bytes a token and the window (None: no window)."""
+    return [(group.bytes_per_token, group.window) for group in spec.groups if group.kind != "state"]
 
 
 def stats_dict(stats: Any) -> dict[str, int | float]:

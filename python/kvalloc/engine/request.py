@@ -1,8 +1,9 @@
 """What flows through the engine: requests and their token ids.
 
-A trace says how long a prompt is and what it shares with others, not what it says. Its tokens are made up here, by one rule for
-all traces: token ``i`` of the text ``s`` is ``(mix(s) + PATTERN[i]) mod 2**31``. The same text has the same tokens in every
-process, two texts differ at every position, and a whole prompt is two numpy operations.
+A trace says how long a prompt is and what it shares with others, not what it says. Its tokens are made up
+here, by one rule for all traces: token ``i`` of the text ``s`` is ``(mix(s) + PATTERN[i]) mod 2**31``. The
+same text has the same tokens in every process, two texts differ at every position, and a whole prompt is
+two numpy operations.
 """
 
 from __future__ import annotations
@@ -83,8 +84,9 @@ class Blocks:
 class Text:
     """A prompt of named texts one after another: a system prompt, a history, a question.
 
-    The token at place ``i`` of the prompt depends on the text it belongs to and on ``i``: two prompts with equal beginnings
-    have equal tokens there, and a reply of the text ``s`` (`reply_tokens`) reads the same when it is in a later prompt.
+    The token at place ``i`` of the prompt depends on the text it belongs to and on ``i``: two prompts with
+    equal beginnings have equal tokens there, and a reply of the text ``s`` (`reply_tokens`) reads the same
+    when it is in a later prompt.
 
     Parameters
     ----------

@@ -51,8 +51,8 @@ class Rows:
     prefilling : list of Running
         Those whose prompt is not in yet, in the order they were admitted.
     counts, left, reply, tenant : int32 ``[max_rows]``
-        Tokens the row asks for in this step; tokens it has still to generate; the text its made-up reply is drawn from
-        (`kvalloc.engine.request`); its tenant's number.
+        Tokens the row asks for in this step; tokens it has still to generate; the text its made-up reply is
+        drawn from (`kvalloc.engine.request`); its tenant's number.
     lens : int32 ``[max_rows]``
         The batch's own `seq_lens`.
     """

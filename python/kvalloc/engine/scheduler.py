@@ -2,21 +2,22 @@
 
 Each call of `Engine.step` is one step of a serving engine:
 
-1. *Admit.* Tenants take turns by virtual time: tokens they were granted, divided by their weight; the smallest goes next.
-   Within a tenant it is first come, first served. A request is opened with its whole need (prompt and every token it may
-   generate) reserved, so that once it runs it finishes: nothing is preempted, nothing is half loaded. A request that can
-   never fit is refused at once and the next one is looked at.
-2. *Step.* Rows that decode get one token each. What is left of the step's token budget goes to prompts, in the order they
-   were admitted, in chunks. One call, `Batch.step`, makes room for all of them.
+1. *Admit.* Tenants take turns by virtual time: tokens they were granted, divided by their weight; the
+   smallest goes next. Within a tenant it is first come, first served. A request is opened with its whole
+   need (prompt and every token it may generate) reserved, so that once it runs it finishes: nothing is
+   preempted, nothing is half loaded. A request that can never fit is refused at once and the next one is
+   looked at.
+2. *Step.* Rows that decode get one token each. What is left of the step's token budget goes to prompts, in
+   the order they were admitted, in chunks. One call, `Batch.step`, makes room for all of them.
 3. *Run* the model, which says what each row sampled. A row whose prompt is not in yet sampled nothing: -1.
 4. *Commit*, then retire the rows that are done.
 
-Nobody starves. When the next request in turn waits for room in the pool, no later one may take that room; only requests that
-fit into what is free of their own tenant's reserve go past, because those bytes are not available to the waiting one anyway.
-A tenant that stands at its own limit makes nobody else wait.
+Nobody starves. When the next request in turn waits for room in the pool, no later one may take that room;
+only requests that fit into what is free of their own tenant's reserve go past, because those bytes are not
+available to the waiting one anyway. A tenant that stands at its own limit makes nobody else wait.
 
-Per-row state is kept in arrays numbered like the batch's rows. Python touches a single row only when it is admitted, while
-its prompt is going in, and when it ends.
+Per-row state is kept in arrays numbered like the batch's rows. Python touches a single row only when it is
+admitted, while its prompt is going in, and when it ends.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Model(Protocol):
     """What turns the batch's arrays into tokens."""
 
     def step(self, batch: Batch, step: Step, rows: Rows) -> Int32:
-        """Run one step and return what each row sampled, int32 ``[len(rows)]``, an array the engine may write to.
+        """Run one step and return what each row sampled, int32 ``[len(rows)]``; the engine may write to it.
 
         The entries of rows whose prompt is not in after this step (`Rows.prefilling`) are ignored.
         """
@@ -73,8 +74,8 @@ class Engine:
     max_tokens : int
         The longest sequence, prompt and reply.
     whole_need : bool
-        Reserve a request's whole need when it is admitted. Without it a sequence may find no room half way; when no row at
-        all can grow, the newest one fails and says by how much.
+        Reserve a request's whole need when it is admitted. Without it a sequence may find no room half way;
+        when no row at all can grow, the newest one fails and says by how much.
     stop : int, optional
         A token that ends a reply early.
     listener : callable, optional
@@ -96,7 +97,9 @@ class Engine:
         listener: Callable[[str, Request], None] | None = None,
     ) -> None:
         if token_budget < max_rows:
-            raise ValueError(f"token_budget {token_budget} is below max_rows {max_rows}: decoding rows alone need that many")
+            raise ValueError(
+                f"token_budget {token_budget} is below max_rows {max_rows}: each row decodes a token"
+            )
         self.pool, self.model, self.clock = pool, model, clock or VirtualClock()
         self.max_rows, self.token_budget, self.max_tokens = max_rows, token_budget, max_tokens
         self.whole_need, self.stop = whole_need, stop
@@ -198,9 +201,10 @@ class Engine:
         self.steps += 1
         left = rows.left[:n]
         left -= sampled >= 0
+        done = left == 0
         if self.stop is not None:
-            left[sampled == self.stop] = 0
-        for row in np.flatnonzero(left == 0)[::-1].tolist():  # from the end, so that no row moves before its turn
+            done |= sampled == self.stop
+        for row in np.flatnonzero(done)[::-1].tolist():  # from the end, so that no row moves before its turn
             self._retire(rows.running[row], "finished")
         return True
 
@@ -287,7 +291,7 @@ class Engine:
     def _retire(self, run: Running, event: str) -> None:
         """Give back a row, its sequence and what it reserved."""
         request, queue = run.request, run.queue
-        request.produced = request.max_new - max(0, int(self.rows.left[run.row])) if event != "finished" else request.max_new
+        request.produced = request.max_new - int(self.rows.left[run.row])
         request.finished = self.clock.now()
         self.batch.remove(run.sequence)
         self.rows.remove(run)
@@ -324,7 +328,9 @@ class Engine:
         for queue in self.queues.values():
             queue.listed = False
             while queue.requests:
-                self._refuse(queue.requests.popleft(), f"stuck: {queue.waits_for or 'held outside this engine'}")
+                self._refuse(
+                    queue.requests.popleft(), f"stuck: {queue.waits_for or 'held outside this engine'}"
+                )
         self.waiting = 0
         self._turns.clear()
         self._asleep.clear()

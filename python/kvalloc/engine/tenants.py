@@ -5,15 +5,11 @@ A file has a table for each tenant; every key may be left out::
     [tenants.shop]                  # a node: its limit and reserve hold for all below it
     limit = "16GiB"
 
-    [tenants.chat]
-    parent = "shop"
-    reserve = "25%"                 # bytes, "4GiB", or a share of the device
-    limit = "12GiB"
-    weight = 4                      # turns in the queue, and who gives back first
-    priority = 10
-    traffic = 3                     # share of a trace's clients; 0: sends nothing. Default: 1 for a tenant without children
-    share = "shop"                  # the first tokens of its prompts are shared under this tenant
-    share_tokens = 512              # how many
+    [tenants.chat] parent = "shop" reserve = "25%"                 # bytes, "4GiB", or a share of the device
+    limit = "12GiB" weight = 4                      # turns in the queue, and who gives back first priority
+    = 10 traffic = 3                     # share of a trace's clients; 0: sends nothing. Default: 1 for a
+    tenant without children share = "shop"                  # the first tokens of its prompts are shared
+    under this tenant share_tokens = 512              # how many
 """
 
 from __future__ import annotations
@@ -79,21 +75,22 @@ class TenantPlan:
 def numbered(count: int) -> list[TenantPlan]:
     """Return tenants for a trace that knows none: "tenant-1" and so on under "org".
 
-    Half of the device is reserved for them in equal parts. The k-th sends a share of 1/k, as a few big clients send most in
-    production. The first 512 tokens of prompts are shared under "org". A single tenant owns everything and shares nothing.
+    Half of the device is reserved for them in equal parts. The k-th sends a share of 1/k, as a few big
+    clients send most in production. The first 512 tokens of prompts are shared under "org". A single tenant
+    owns everything and shares nothing.
     """
     if not 1 <= count <= 1000:
         raise ValueError(f"{count} tenants; 1 to 1000 can be asked for")
     if count == 1:
         return [TenantPlan("tenant-1", traffic=1.0)]
-    plans = [TenantPlan("org", traffic=0.0)]
-    for k in range(1, count + 1):
-        plans.append(
-            TenantPlan(
-                f"tenant-{k}", "org", reserve=f"{50 / count:.3f}%", traffic=1.0 / k, share="org", share_tokens=512
-            )
-        )
-    return plans
+    part = f"{50 / count:.3f}%"
+    return [
+        TenantPlan("org", traffic=0.0),
+        *(
+            TenantPlan(f"tenant-{k}", "org", part, traffic=1.0 / k, share="org", share_tokens=512)
+            for k in range(1, count + 1)
+        ),
+    ]
 
 
 def read_tenants(path: str | Path) -> list[TenantPlan]:
@@ -129,11 +126,12 @@ def read_tenants(path: str | Path) -> list[TenantPlan]:
         ready = [plan for plan in left.values() if plan.parent is None or plan.parent not in left]
         if not ready:
             raise TenantsError(f"{path}: tenants.{next(iter(left))}.parent: the parents go round in a circle")
-        for plan in ready:
-            ordered.append(left.pop(plan.name))
+        ordered += [left.pop(plan.name) for plan in ready]
     for plan in ordered:
         if plan.share is not None and plan.share not in {plan.name, *_above(plan, plans)}:
-            raise TenantsError(f"{path}: tenants.{plan.name}.share: {plan.share!r} is not above {plan.name!r}")
+            raise TenantsError(
+                f"{path}: tenants.{plan.name}.share: {plan.share!r} is not above {plan.name!r}"
+            )
     if not any(plan.traffic for plan in ordered):
         raise TenantsError(f"{path}: traffic is 0 everywhere, so nobody would send anything")
     return ordered
@@ -154,7 +152,9 @@ def _known(path: Path, where: str, table: dict[str, Any], keys: Iterable[str]) -
     keys = list(keys)
     for key in table:
         if key not in keys:
-            raise TenantsError(f"{path}: {where}{key}: unknown key{_close(key, keys) or '; known: ' + ', '.join(keys)}")
+            raise TenantsError(
+                f"{path}: {where}{key}: unknown key{_close(key, keys) or '; known: ' + ', '.join(keys)}"
+            )
 
 
 def _plan(path: Path, name: str, table: Any) -> TenantPlan:
@@ -218,7 +218,9 @@ def assign(requests: Iterable[Request], plans: list[TenantPlan], seed: int = 0) 
     edges = list(itertools.accumulate(plan.traffic or 0.0 for plan in senders))
     for request in requests:
         if not request.tenant:
-            value = (request.key * 0x9E37_79B9_7F4A_7C15 + seed * 0xD1B5_4A32_D192_ED03 + 0x632B_E59B) & (1 << 64) - 1
+            value = (request.key * 0x9E37_79B9_7F4A_7C15 + seed * 0xD1B5_4A32_D192_ED03 + 0x632B_E59B) & (
+                1 << 64
+            ) - 1
             value = ((value ^ value >> 30) * 0xBF58_476D_1CE4_E5B9) & (1 << 64) - 1
             value = ((value ^ value >> 27) * 0x94D0_49BB_1331_11EB) & (1 << 64) - 1
             at = bisect.bisect_right(edges, (value >> 11) * 2.0**-53 * edges[-1])

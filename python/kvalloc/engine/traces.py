@@ -1,11 +1,13 @@
-"""Readers of request traces: Mooncake, Bailian, Azure, BurstGPT; ServeGen's digest is in `kvalloc.engine.servegen`.
+"""Readers of request traces: Mooncake, Bailian, Azure, BurstGPT.
 
-A reader is a generator over the file's lines: it keeps nothing that it has given out. Every line is checked; what is wrong is
-said with the file and the line. `open_trace` finds out the format by itself.
+ServeGen's digest describes clients, not requests: `kvalloc.engine.servegen`.
+
+A reader is a generator over the file's lines: it keeps nothing that it has given out. Every line is
+checked; what is wrong is said with the file and the line. `open_trace` finds out the format by itself.
 
 | format | what it knows of the prompt | key (who) |
 | --- | --- | --- |
-| Mooncake, JSON lines | ids of blocks of 512 tokens | the second block (the first one is a system prompt many share) |
+| Mooncake, JSON lines | ids of blocks of 512 tokens | second block (many share the first, a system prompt) |
 | Bailian, JSON lines | ids of blocks of 16 tokens | the first chat of the conversation |
 | Azure, CSV | its length | one each |
 | BurstGPT, CSV | its length | session, if there is one, else one each |
@@ -27,7 +29,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import TextIO
 
-__all__ = ["FORMATS", "TraceError", "detect", "open_trace", "read_azure", "read_bailian", "read_burstgpt", "read_mooncake"]
+__all__ = [
+    "FORMATS",
+    "TraceError",
+    "detect",
+    "open_trace",
+    "read_azure",
+    "read_bailian",
+    "read_burstgpt",
+    "read_mooncake",
+]
 
 MOONCAKE_BLOCK = 512
 BAILIAN_BLOCK = 16
@@ -94,11 +105,15 @@ class _Reader:
         if self.start is None:
             self.start = self.last = time
         if time < self.last:
-            raise self.fail(f"time {time:.7g} s is before the line above ({self.last:.7g} s): sort the trace by time first")
+            raise self.fail(
+                f"time {time:.7g} s is before the line above ({self.last:.7g} s): sort the trace by time"
+            )
         self.last = time
         return time - self.start
 
-    def request(self, time: float, prompt: Blocks | Text | None, length: int, reply: int, key: int) -> Request:
+    def request(
+        self, time: float, prompt: Blocks | Text | None, length: int, reply: int, key: int
+    ) -> Request:
         own = _REPLIES + self.number
         self.number += 1
         return Request(
@@ -118,7 +133,7 @@ def _lines(path: Path, reader: _Reader) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 row = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise reader.fail(f"not JSON: {error}") from None
             if not isinstance(row, dict):
                 raise reader.fail(f"a JSON object is expected, not {type(row).__name__}")
@@ -127,13 +142,22 @@ def _lines(path: Path, reader: _Reader) -> Iterator[dict[str, Any]]:
 
 def _table(path: Path, reader: _Reader, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
     with _open(path) as file:
-        rows = csv.reader(file)
         reader.line = 1
-        header = [name.strip().lstrip("\ufeff") for name in next(rows, [])]
+        header = [name.strip().strip('"').lstrip("\ufeff") for name in file.readline().split(",")]
         if missing := [name for name in columns if name not in header]:
-            raise reader.fail(f"columns missing: {', '.join(missing)}; the header is {', '.join(header) or 'empty'}")
-        for row in rows:
-            reader.line = rows.line_num
+            raise reader.fail(
+                f"columns missing: {', '.join(missing)}; the header is {', '.join(header) or 'empty'}"
+            )
+        rows = csv.reader(file)
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                reader.line = rows.line_num + 1
+                raise reader.fail(f"not CSV: {error}") from None
+            reader.line = rows.line_num + 1
             if not row:
                 continue
             if len(row) != len(header):
@@ -143,7 +167,9 @@ def _table(path: Path, reader: _Reader, columns: tuple[str, ...]) -> Iterator[di
 
 def _open(path: Path) -> TextIO:
     try:
-        return path.open(encoding="utf-8", newline="")
+        return path.open(
+            encoding="utf-8", errors="replace", newline=""
+        )  # bytes that are no text fail as values
     except OSError as error:
         raise TraceError(path, 0, error.strerror or str(error)) from None
 
@@ -153,7 +179,9 @@ def _ids(reader: _Reader, row: dict[str, Any], block: int, length: int) -> tuple
     if not isinstance(ids, list):
         raise reader.fail("hash_ids is not a list")
     if len(ids) != -(-length // block):
-        raise reader.fail(f"{len(ids)} hash_ids for {length} tokens; blocks of {block} need {-(-length // block)}")
+        raise reader.fail(
+            f"{len(ids)} hash_ids for {length} tokens; blocks of {block} need {-(-length // block)}"
+        )
     for value in ids:
         if type(value) is not int or not 0 <= value < _REPLIES:
             raise reader.fail(f"hash id {value!r} is not a whole number from 0 to {_REPLIES - 1}")
@@ -169,7 +197,8 @@ def _need(reader: _Reader, row: dict[str, Any], name: str) -> Any:
 def read_mooncake(path: str | Path) -> Iterator[Request]:
     """Read a Mooncake trace: timestamp (ms), input_length, output_length, hash_ids.
 
-    A block's id becomes its 512 tokens; the last block of a prompt, if partial, gets the first ones of its id.
+    A block's id becomes its 512 tokens; the last block of a prompt, if partial, gets the first ones of its
+    id.
     """
     reader = _Reader(Path(path))
     for row in _lines(reader.path, reader):
@@ -182,7 +211,11 @@ def read_mooncake(path: str | Path) -> Iterator[Request]:
 
 
 def read_bailian(path: str | Path) -> Iterator[Request]:
-    """Read a Bailian trace: chat_id, parent_chat_id (-1: none), timestamp (s), input_length, output_length, hash_ids of 16."""
+    """Read a Bailian trace.
+
+    Keys: chat_id, parent_chat_id (-1: none), timestamp (s), input_length, output_length, hash_ids of 16
+    tokens.
+    """
     reader = _Reader(Path(path))
     roots: dict[int, int] = {}
     for row in _lines(reader.path, reader):
@@ -197,7 +230,10 @@ def read_bailian(path: str | Path) -> Iterator[Request]:
 
 
 def read_azure(path: str | Path) -> Iterator[Request]:
-    """Read an Azure trace: TIMESTAMP (with up to nine decimals), ContextTokens, GeneratedTokens. No two prompts share anything."""
+    """Read an Azure trace: TIMESTAMP (up to nine decimals), ContextTokens, GeneratedTokens.
+
+    No two prompts share anything.
+    """
     reader, epoch = _Reader(Path(path)), None
     for row in _table(reader.path, reader, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
         match = _FRACTION.match(row["TIMESTAMP"].strip())
@@ -207,7 +243,8 @@ def read_azure(path: str | Path) -> Iterator[Request]:
             whole = datetime.fromisoformat(match[1] + "+00:00").timestamp()
         except ValueError as error:
             raise reader.fail(f"TIMESTAMP {row['TIMESTAMP']!r}: {error}") from None
-        # datetime knows six decimals only, and a double can't hold the seventh of a time since 1970: count from the first line.
+        # datetime knows six decimals, and a double can't hold the seventh of a time since 1970: count from
+        # the first line.
         epoch = whole if epoch is None else epoch
         time = whole - epoch + float(f"0.{match[2] or 0}")
         length = reader.whole(row["ContextTokens"], "ContextTokens", 1)
@@ -216,7 +253,10 @@ def read_azure(path: str | Path) -> Iterator[Request]:
 
 
 def read_burstgpt(path: str | Path) -> Iterator[Request]:
-    """Read a BurstGPT trace: Timestamp (s), Session ID, Request tokens, Response tokens. Failed requests (no tokens) are left out."""
+    """Read a BurstGPT trace: Timestamp (s), Session ID, Request tokens, Response tokens.
+
+    Failed requests, which have no tokens, are left out.
+    """
     reader = _Reader(Path(path))
     for row in _table(reader.path, reader, ("Timestamp", "Request tokens", "Response tokens")):
         time = reader.seconds(row["Timestamp"], "Timestamp")
@@ -260,19 +300,16 @@ def detect(path: str | Path) -> str:
         The file can't be read, is empty, or is none of them.
     """
     with _open(Path(path)) as file:
-        try:
-            first = next((line for line in file if line.strip()), "")
-        except UnicodeDecodeError:
-            raise TraceError(path, 1, "not a text file") from None
+        first = next((line for line in file if line.strip()), "")
     if not first:
         raise TraceError(path, 0, "empty file")
     if first.lstrip().startswith("{"):
         try:
             row = json.loads(first)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(path, 1, f"not JSON: {error}") from None
         return "bailian" if "chat_id" in row else "mooncake"
-    header = {name.strip().lstrip("\ufeff") for name in next(csv.reader([first]))}
+    header = {name.strip().strip('"').lstrip("\ufeff") for name in first.split(",")}
     if {"TIMESTAMP", "ContextTokens"} <= header:
         return "azure"
     if {"Timestamp", "Request tokens"} <= header:
@@ -282,14 +319,17 @@ def detect(path: str | Path) -> str:
     raise TraceError(
         path,
         1,
-        "unknown format; known: Mooncake and Bailian (JSON lines with hash_ids), Azure (TIMESTAMP,ContextTokens,...), "
+        "unknown format; known: Mooncake and Bailian (JSON lines with hash_ids), Azure "
+        "(TIMESTAMP,ContextTokens,...), "
         "BurstGPT (Timestamp,...,Request tokens,...), ServeGen digest (model,client,...,arrival_cv,...)",
     )
 
 
 def open_trace(path: str | Path) -> Iterator[Request]:
-    """Read a trace of any format but ServeGen's digest, which is no list of requests (`kvalloc.engine.servegen`)."""
+    """Read a trace of any format but ServeGen's digest, which is no list of requests."""
     name = detect(path)
     if name == "servegen":
-        raise TraceError(path, 0, "a ServeGen digest describes clients; draw requests with kvalloc.engine.servegen")
+        raise TraceError(
+            path, 0, "a ServeGen digest describes clients; draw requests with kvalloc.engine.servegen"
+        )
     return FORMATS[name](path)

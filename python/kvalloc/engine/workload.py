@@ -1,7 +1,8 @@
 """The built-in workload: four tenants that a serving team knows, in five minutes.
 
 ``chat``
-    Conversations of a few turns. All begin with the same system prompt, shared with ``agent`` under their parent ``shop``.
+    Conversations of a few turns. All begin with the same system prompt, shared with ``agent`` under their
+    parent ``shop``.
 ``agent``
     Sessions of many quick turns; each sends the whole context again and a tool's answer.
 ``search``
@@ -9,8 +10,9 @@
 ``batch``
     A flood of jobs once a minute, as many as fit; it has a limit and no reserve.
 
-A later turn repeats the earlier ones word by word, replies included, so that it hits what is still cached. Turns come at
-times that were drawn beforehand, whether or not the reply is out by then. Everything follows from the seed.
+A later turn repeats the earlier ones word by word, replies included, so that it hits what is still cached.
+Turns come at times that were drawn beforehand, whether or not the reply is out by then. Everything follows
+from the seed.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ SECONDS = 300.0
 DEVICE = "24GiB"  # the size at which the default model shows eviction, a reserve and a limit at work
 _SYSTEM, _SYSTEM_TOKENS = 1, 1536
 _FEWSHOT, _FEWSHOT_TOKENS = 2, 1024
+_REPLY = 1 << 29  # added to a question's text number
 
 
 def builtin_tenants() -> list[TenantPlan]:
@@ -57,8 +60,20 @@ def builtin_workload(seconds: float = SECONDS, *, seed: int = 0) -> Iterator[Req
     """
     texts = (itertools.count(16 + k, 4) for k in range(4))
     streams = [
-        _sessions("chat", seconds, next(texts), np.random.default_rng([seed, 1]), 1.3, 4, (30, 220), (60, 420), 14.0),
-        _sessions("agent", seconds, next(texts), np.random.default_rng([seed, 2]), 0.16, 14, (250, 2200), (40, 220), 3.0),
+        _sessions(
+            "chat", seconds, next(texts), np.random.default_rng([seed, 1]), 1.3, 4, (30, 220), (60, 420), 14.0
+        ),
+        _sessions(
+            "agent",
+            seconds,
+            next(texts),
+            np.random.default_rng([seed, 2]),
+            0.16,
+            14,
+            (250, 2200),
+            (40, 220),
+            3.0,
+        ),
         _search(seconds, next(texts), np.random.default_rng([seed, 3])),
         _batch(seconds, next(texts), np.random.default_rng([seed, 4])),
     ]
@@ -77,28 +92,37 @@ def _sessions(
     pause: float,
 ) -> Iterator[Request]:
     """Conversations that start at a rate and have a geometric number of turns."""
-    made: list[Request] = []
-    start = 0.0
-    while (start := start + rng.exponential(1.0 / rate)) < seconds:
-        time, parts = start, ((_SYSTEM, _SYSTEM_TOKENS),)
+    coming: list[tuple[float, int, Request]] = []  # turns of conversations that have begun, by time
+    start, share = rng.exponential(1.0 / rate), (("shop", _SYSTEM_TOKENS),)
+    while start < seconds:
+        time = start
+        parts: tuple[tuple[int, int], ...] = ((_SYSTEM, _SYSTEM_TOKENS),)
         for _ in range(int(rng.geometric(1.0 / turns))):
             ask, length, reply = next(texts), int(rng.integers(*asks)), int(rng.integers(*replies))
             parts += ((ask, length),)
-            share = (("shop", _SYSTEM_TOKENS),)
-            made.append(Request(time, tenant, Text(parts), reply, share, ask, ask + (1 << 29)))
-            parts += ((ask + (1 << 29), reply),)
+            heapq.heappush(
+                coming, (time, ask, Request(time, tenant, Text(parts), reply, share, ask, ask + _REPLY))
+            )
+            parts += ((ask + _REPLY, reply),)
             time += 1.0 + reply * 0.02 + rng.exponential(pause)
-            if time >= seconds:
-                break
-    made.sort(key=lambda request: request.arrival)
-    return iter(made)
+        start += rng.exponential(1.0 / rate)
+        while coming and coming[0][0] < min(start, seconds):
+            yield heapq.heappop(coming)[2]
 
 
 def _search(seconds: float, texts: itertools.count[int], rng: np.random.Generator) -> Iterator[Request]:
     time = 0.0
     while (time := time + rng.exponential(1.0 / 0.9)) < seconds:
         text = next(texts)
-        yield Request(time, "search", Text(((text, int(rng.integers(5000, 13000))),)), int(rng.integers(80, 500)), (), text, text + (1 << 29))
+        yield Request(
+            time,
+            "search",
+            Text(((text, int(rng.integers(5000, 13000))),)),
+            int(rng.integers(80, 500)),
+            (),
+            text,
+            text + _REPLY,
+        )
 
 
 def _batch(seconds: float, texts: itertools.count[int], rng: np.random.Generator) -> Iterator[Request]:
@@ -107,5 +131,5 @@ def _batch(seconds: float, texts: itertools.count[int], rng: np.random.Generator
         for _ in range(180):
             text = next(texts)
             parts = ((_FEWSHOT, _FEWSHOT_TOKENS), (text, int(rng.integers(400, 3000))))
-            yield Request(time, "batch", Text(parts), int(rng.integers(200, 900)), (), text, text + (1 << 29))
+            yield Request(time, "batch", Text(parts), int(rng.integers(200, 900)), (), text, text + _REPLY)
         time += 60.0

@@ -1,0 +1,5 @@
+"""``python -m kvalloc.cli`` is ``kvalloc``."""
+
+from . import main
+
+main()

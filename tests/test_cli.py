@@ -1,0 +1,349 @@
+"""The command line: what a user types, what comes out, and what is said when it can't be done."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import kvalloc
+from kvalloc.cli import main
+from kvalloc.cli.live import LiveView, bar, clock
+from kvalloc.cli.report import render
+from kvalloc.cli.summary import seconds, short
+from kvalloc.cli.traffic import choose
+from kvalloc.engine.replay import Replay
+
+SMALL = ("--device", "2GiB", "--max-tokens", "32768")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Return a function that runs ``kvalloc ...`` and gives exit code, standard output and standard error."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvalloc", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 0 if leaving.code is None else 1
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def trace(tmp_path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    with path.open("w") as file:
+        for i in range(40):
+            ids = [0, 100 + i % 5, 200 + i % 5, 300 + i]
+            row = {
+                "timestamp": 100 * i,
+                "input_length": 512 * 3 + 100,
+                "output_length": 20 + i,
+                "hash_ids": ids,
+            }
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def test_replay_with_no_arguments_but_less_of_it(run):
+    code, out, err = run("replay", "--limit-seconds", "15", *SMALL)
+    assert (code, err) == (0, "")
+    for word in (
+        "chat",
+        "agent",
+        "search",
+        "tenant",
+        "wait P50",
+        "hit rate",
+        "evictions",
+        "host time a step",
+        "waste",
+    ):
+        assert word in out
+    assert "audit   the books balance" in out
+
+
+def test_replay_a_trace_to_json(run, trace, tmp_path):
+    code, out, _ = run("replay", "--trace", str(trace), "--json", str(tmp_path / "o.json"), "--quiet", *SMALL)
+    assert (code, out) == (0, "")
+    result = json.loads((tmp_path / "o.json").read_text())
+    assert result["schema"] == "kvalloc.replay/1"
+    assert result["run"]["finished"] == 40
+    assert [row["name"] for row in result["tenants"]] == ["org", *(f"tenant-{k}" for k in range(1, 5))]
+    assert result["pool"]["hit_rate"] > 0.5
+    assert result["settings"]["seed"] == 0
+    assert result["settings"]["device_bytes"] == 2 << 30
+
+
+def test_json_to_standard_output_is_nothing_but_json(run, trace):
+    code, out, err = run("replay", "-t", str(trace), "--json", "-", "-n", "1", *SMALL)
+    assert code == 0
+    assert json.loads(out)["run"]["finished"] == 40
+    assert "audit" in err
+
+
+def test_replay_repeats(run, trace):
+    def once() -> dict:
+        result = json.loads(run("replay", "-t", str(trace), "--json", "-", "-q", "--seed", "3", *SMALL)[1])
+        for key in ("host_seconds", "step_us", "core_us"):
+            del result["run"][key]
+        return result
+
+    assert once() == once()
+
+
+def test_less_of_a_trace(run, trace):
+    def finished(*options: str) -> int:
+        return json.loads(run("replay", "-t", str(trace), "--json", "-", "-q", *SMALL, *options)[1])["run"][
+            "finished"
+        ]
+
+    assert finished("--limit-requests", "7") == 7
+    assert finished("--limit-seconds", "1.05") == 11
+    assert finished("--limit-seconds", "1.05", "--limit-requests", "5") == 5
+
+
+def test_tenants_file(run, trace, tmp_path):
+    path = tmp_path / "t.toml"
+    path.write_text(
+        '[tenants.org]\nlimit="1GiB"\n[tenants.x]\nparent="org"\nreserve="10%"\nweight=3\n[tenants.y]\nparent="org"\n'
+    )
+    code, out, _ = run("replay", "-t", str(trace), "--tenants-file", str(path), "--json", "-", "-q", *SMALL)
+    assert code == 0
+    rows = {row["name"]: row for row in json.loads(out)["tenants"]}
+    assert rows["x"]["weight"] == 3
+    assert rows["x"]["reserve"] > 0
+    assert rows["org"]["limit"] <= 1 << 30
+    assert rows["x"]["requests"] + rows["y"]["requests"] == 40
+
+
+def test_the_builtin_workload_with_ones_own_tenants(run, tmp_path):
+    path = tmp_path / "t.toml"
+    path.write_text("[tenants.only]\n")
+    code, out, _ = run(
+        "replay", "--tenants-file", str(path), "--limit-seconds", "8", "--json", "-", "-q", *SMALL
+    )
+    assert code == 0
+    assert [row["name"] for row in json.loads(out)["tenants"]] == ["only"]
+
+
+def test_servegen(run, tmp_path):
+    head = "model,client,window_start_s,mean_rps,peak10min_rps,arrival_cv,"
+    head += "in_mean,in_p50,in_p90,in_p99,out_mean,out_p50,out_p90,out_p99"
+    path = tmp_path / "d.csv"
+    path.write_text(
+        f"{head}\n" + "".join(f"m,{i},0,{9 - i},9,2,1,200,400,900,1,20,40,90\n" for i in range(6))
+    )
+    options = (
+        "replay",
+        "-t",
+        str(path),
+        "-n",
+        "3",
+        "--limit-seconds",
+        "30",
+        "--rate",
+        "5",
+        "--json",
+        "-",
+        "-q",
+        *SMALL,
+    )
+    code, out, _ = run(*options)
+    assert code == 0
+    result = json.loads(out)
+    assert [row["name"] for row in result["tenants"]] == ["client-0", "client-1", "client-2"]
+    assert 60 < result["run"]["finished"] < 300
+    assert run(*options, "--digest-model", "x")[2].startswith("kvalloc: error: ")
+
+
+class Tags(HTMLParser):
+    """Counts tags, and sees that every one is closed."""
+
+    VOID = ("meta", "br", "img", "link", "use", "path", "rect", "line")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.count: dict[str, int] = {}
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.links += [
+            value
+            for name, value in attrs
+            if name in ("src", "href", "xlink:href") and value and value[0] != "#"
+        ]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag in self.VOID:
+            return
+        while self.open and self.open[-1] in ("p",) and tag != self.open[-1]:
+            self.open.pop()
+        assert self.open.pop() == tag
+
+
+def test_report_is_one_file_with_plots(run, trace, tmp_path):
+    report = tmp_path / "r.html"
+    code, out, _ = run("replay", "-t", str(trace), "--report", str(report), *SMALL)
+    assert code == 0
+    assert f"report: {report}" in out
+    text = report.read_text()
+    tags = Tags()
+    tags.feed(text)
+    assert tags.open in ([], ["html"])
+    assert tags.links == []  # nothing is loaded from anywhere
+    assert tags.count["svg"] == 4
+    for word in ("tenant-1", "reserve", "limit", "Hit rate", "Waiting", "wait P50", "the books, by audit"):
+        assert word in text
+
+
+def test_report_escapes_names_and_survives_an_empty_run():
+    spec = kvalloc.KVSpec.uniform(layers=1, kv_heads=1, head_dim=64, dtype="float16")
+    from kvalloc.engine.request import Request, Text
+    from kvalloc.engine.tenants import TenantPlan
+
+    replay = Replay(spec, "1MiB", [TenantPlan("a", traffic=1.0)], max_tokens=4096)
+    bad = Request(0.0, "<script>alert(1)</script>", Text(((1, 5),)), 1)
+    page = render(replay.run([bad], settings={"trace": "<b>", "model": "m"}))
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert "<b>." not in page
+    empty = Replay(spec, "1MiB", [TenantPlan("a", traffic=1.0)], max_tokens=4096).run([], settings={})
+    assert "kvalloc replay" in render(empty)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--trace", "nowhere.jsonl"), "nowhere.jsonl: No such file or directory"),
+        (("--device", "12GX"), "12GX"),
+        (("--device", "0"), ""),
+        (("--device", "-1"), ""),
+        (("--device", "nan"), ""),
+        (("--device", "99999999999GiB"), ""),
+        (("--device", "1KiB"), ""),
+        (("--model", "no-such-model"), "no-such-model"),
+        (("--model", "no-such.json"), "no-such.json: no such file"),
+        (("--dtype", "float7"), "float7"),
+        (("--tenants", "3"), "the built-in workload has its own tenants"),
+        (("--tenants", "2", "--tenants-file", "x.toml"), "give one"),
+        (("--tenants-file", "x.toml"), "x.toml: No such file"),
+        (("--step-time", "warp=9"), "is not NAME=NUMBER"),
+        (("--limit-seconds", "-1"), "--limit-seconds -1"),
+        (("--limit-seconds", "nan"), "--limit-seconds nan"),
+        (("--rate", "3"), "--rate and --digest-model are for a ServeGen digest"),
+        (("--budget", "100"), "token_budget 100 is below max_rows 256"),
+        (("--json", "no/such/dir/o.json"), "no such directory"),
+        (("--report", "no/such/dir/o.html"), "no such directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(run, monkeypatch, tmp_path, options, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("replay", "--limit-requests", "1", *options)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("kvalloc: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    "options", [("--page-tokens", "0"), ("--seed", "-1"), ("--max-rows", "x"), ("--nonsense",)]
+)
+def test_options_that_mean_nothing_are_usage_errors(run, options):
+    code, _, err = run("replay", *options)
+    assert code == 2
+    assert options[0] in err
+
+
+def test_a_trace_that_breaks_half_way_names_the_line(run, trace):
+    with trace.open("a") as file:
+        file.write("{broken\n")
+    code, _, err = run("replay", "-t", str(trace), "-q", *SMALL)
+    assert code == 2
+    assert "trace.jsonl:41: not JSON" in err
+
+
+def test_help_and_version(run):
+    code, out, _ = run("replay", "--help")
+    assert code == 0
+    for option in ("--trace", "--tenants-file", "--report", "--step-time"):
+        assert option in out
+    assert run("--version")[1] == f"kvalloc {kvalloc.__version__}\n"
+    assert run()[0] in (0, 2)
+
+
+def test_models_and_size(run):
+    code, out, _ = run("models", "qwen2.5")
+    assert code == 0
+    assert "57,344" in out
+    assert run("models", "zzz")[0] == 2
+    code, out, _ = run("size", "Qwen2.5-7B", "--device", "56GiB")
+    assert code == 0
+    assert "57,344 bytes a token" in out
+    assert run("size", "Qwen2.5-7B", "--device", "lots")[0] == 2
+
+
+def test_ctrl_c_ends_with_a_summary_and_130(tmp_path):
+    out = tmp_path / "o.json"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvalloc.cli", "replay", "--limit-seconds", "5000", "--json", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(4)
+    process.send_signal(signal.SIGINT)
+    said, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err == ""
+    assert "(interrupted)" in said
+    assert "the books balance" in said
+    assert json.loads(out.read_text())["interrupted"]
+
+
+def test_live_view_draws(trace):
+    traffic = choose(trace, 3, None, 0, None, None, None, None)
+    spec = kvalloc.KVSpec.uniform(layers=28, kv_heads=4, head_dim=128)
+    replay = Replay(spec, "1GiB", traffic.plans, max_tokens=8192)
+    console = Console(file=io.StringIO(), force_terminal=True, width=110, color_system=None)
+    with LiveView(replay, traffic, console) as view:
+        replay.run(traffic.requests, refresh=view.refresh, every=0.0)
+    text = console.file.getvalue()
+    for word in ("progress", "100%", "pool", "tenant-3", "hit rate", "held", "reserve", "running", "waiting"):
+        assert word in text
+
+
+def test_bar():
+    assert bar(10, 100, [(50, "#", ""), (20, "-", "")]).plain == "#####--···"
+    assert bar(10, 100, [(50, "#", "")], reserve=80, limit=100).plain == "#####··│·┃"
+    assert bar(10, 100, [(500, "#", "")], reserve=0, limit=None).plain == "#" * 10
+    assert bar(4, 1, []).plain == "····"
+
+
+def test_numbers_for_people():
+    assert [clock(0), clock(61), clock(3723)] == ["0:00", "1:01", "1:02:03"]
+    assert [seconds(0.0421), seconds(2.345), seconds(1234.0)] == ["42 ms", "2.3 s", "1234 s"]
+    assert [short(9_999), short(12_345), short(1_500_000), short(145_000_000)] == [
+        "9999",
+        "12.3k",
+        "1.5M",
+        "145M",
+    ]
