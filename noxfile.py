@@ -27,6 +27,7 @@ if RUNNING not in PYTHONS and sys.version_info >= (3, 11):
 
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["rust", "loom", "shuttle", "tsan", "tests"]
+nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "virtualenv"
