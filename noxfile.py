@@ -26,7 +26,8 @@ if RUNNING not in PYTHONS and sys.version_info >= (3, 11):
     PYTHONS.append(RUNNING)
 
 nox.needs_version = ">=2025.2.9"
-nox.options.sessions = ["rust", "loom", "shuttle", "tsan", "tests", "docs"]
+nox.options.sessions = ["rust", "loom", "shuttle", "tsan", "tests"]
+nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "virtualenv"
@@ -150,7 +151,7 @@ def tsan(session: nox.Session) -> None:
 
 @nox.session(python=RUNNING)
 def docs(session: nox.Session) -> None:
-    """Every example in the docstrings, the README and docs/."""
+    """Every example in the docstrings, the README and docs/, alone; `tests` runs them too."""
     install(session, "test")
     session.run("pytest", "tests/test_examples.py", *session.posargs)
 
