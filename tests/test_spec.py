@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import random
 from typing import Any
 
 import pytest
@@ -225,6 +226,7 @@ class TestTensorParallel:
             spec_of(name, tp=5)
 
 
+NEW = {"model_type": "new", "num_key_value_heads": 4}
 BASE = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
 
 
@@ -320,7 +322,7 @@ class TestConfigs:
         ],
     )
     def test_patterns(self, field: str, value: Any, counts: tuple[int, int]) -> None:
-        spec = KVSpec.from_hf_config({**BASE, "model_type": "new", "sliding_window": 64, field: value})
+        spec = KVSpec.from_hf_config({**BASE, **NEW, "sliding_window": 64, field: value})
         assert tuple(g.layers for g in spec.groups) == counts
 
     def test_kv_heads_per_layer(self) -> None:
@@ -388,7 +390,7 @@ class TestConfigs:
     @pytest.mark.parametrize(
         ("more", "field", "text"),
         [
-            ({"model_type": "new", "sliding_window": 64}, "sliding_window", "not known which layers slide"),
+            ({**NEW, "sliding_window": 64}, "sliding_window", "not known which layers slide"),
             ({"sliding_window": 64}, "sliding_window", "the class has no sliding window"),
             (
                 {"layer_types": ["full_attention", "banana", "kiwi", "kiwi"]},
@@ -410,14 +412,15 @@ class TestConfigs:
             ({"cross_attention_layers": [3]}, "cross_attention_layers", "cross-attention"),
             ({"kv_lora_rank": 512}, "qk_rope_head_dim", "no field 'qk_rope_head_dim'"),
             ({"num_kv_shared_layers": 4}, "num_kv_shared_layers", "less than the model's 4"),
-            ({"model_type": "new", "compress_ratios": [4]}, "compress_ratios", "not known what it means"),
+            ({**NEW, "compress_ratios": [4]}, "compress_ratios", "not known what it means"),
             (
-                {"model_type": "new", "swa_num_key_value_heads": 4},
+                {**NEW, "swa_num_key_value_heads": 4},
                 "swa_num_key_value_heads",
                 "KVSpec.from_groups",
             ),
-            ({"model_type": "new", "v_head_dim": 32}, "v_head_dim", "not known what it means"),
-            ({"model_type": "new", "cla_share_factor": 2}, "cla_share_factor", "not known what it means"),
+            ({"model_type": "new"}, "num_key_value_heads", "its class no default"),
+            ({**NEW, "v_head_dim": 32}, "v_head_dim", "not known what it means"),
+            ({**NEW, "cla_share_factor": 2}, "cla_share_factor", "not known what it means"),
         ],
     )
     def test_refused(self, more: dict[str, Any], field: str, text: str) -> None:
@@ -442,6 +445,70 @@ class TestConfigs:
             KVSpec.from_hf_config({"model_type": "llama"})
         with pytest.raises(SpecError, match="no field"):
             KVSpec.from_hf_config({})
+
+    def test_per_layer_overrides(self) -> None:
+        """Newer configs say layer by layer what differs."""
+        text = models.get("gemma-4-26b-a4b")["text_config"]
+        for name in ("global_head_dim", "num_global_key_value_heads"):
+            del text[name]
+        changes = {"head_dim": 512, "num_key_value_heads": 2}
+        text["per_layer_config"] = {f"{i:02}": changes for i in range(5, 30, 6)}
+        assert KVSpec.from_hf_config(text) == spec_of("gemma-4-26b-a4b")
+        for wrong in ([1], {"x": {}}, {"1": 5}, {"1": {"sliding_window": 4}}):
+            with pytest.raises(SpecError, match="per_layer_config") as caught:
+                KVSpec.from_hf_config({**text, "per_layer_config": wrong})
+            assert caught.value.field == "per_layer_config"
+
+    def test_layers_must_be_listed(self) -> None:
+        for name in ("minimax_m1", "nemotron_h", "mimo_v2_flash", "bamba"):
+            with pytest.raises(SpecError, match="nothing lists them"):
+                KVSpec.from_hf_config({**BASE, "model_type": name, "num_key_value_heads": 2})
+
+    def test_no_config_crashes(self) -> None:
+        """Whatever stands in a field: a spec or a SpecError."""
+        choose = random.Random(1)
+        values: list[Any] = [
+            None,
+            True,
+            False,
+            0,
+            -1,
+            1,
+            3,
+            2**31,
+            2**40,
+            0.5,
+            "",
+            "x",
+            "LG",
+            [],
+            [1],
+            ["x"],
+            {},
+        ]
+        values += [[[]], {"a": 1}, {"1": {}}, [None] * 4, [{}] * 4, ["full_attention"] * 4, ["mamba"] * 4]
+        more = ["layer_types", "block_types", "attn_layer_indices", "attn_layer_period", "linear_attn_config"]
+        more += [
+            "block_configs",
+            "full_attention_interval",
+            "kv_lora_rank",
+            "model_type",
+            "num_kv_shared_layers",
+        ]
+        more += ["per_layer_config", "sliding_window", "v_head_dim"]
+        options: list[dict[str, Any]] = [{}, {"mtp": True}, {"indexer": True, "tp": 2}]
+        refused = 0
+        for _ in range(4_000):
+            config = models.get(choose.choice(models.names()))
+            text = config.get("text_config", config)
+            text[choose.choice([*text, *more])] = choose.choice(values)
+            try:
+                KVSpec.from_hf_config(text, **choose.choice(options))
+            except SpecError as error:
+                refused += 1
+                if len(str(error)) > 400:
+                    raise
+        assert 1_000 < refused < 3_500
 
 
 class TestPlanner:
@@ -564,7 +631,8 @@ class TestSpec:
         text = repr(spec_of("mimo-v2-flash"))
         assert text == (
             "<KVSpec mimo_v2_flash: 9 full layers of 4x(192+128) bfloat16"
-            " + 39 window 128 layers of 8x(192+128) bfloat16, page_tokens=16, pages of 360 KiB, 3.05 MiB, 222,720 B a token>"
+            " + 39 window 128 layers of 8x(192+128) bfloat16,"
+            " page_tokens=16, pages of 360 KiB, 3.05 MiB, 222,720 B a token>"
         )
 
     def test_replace(self) -> None:
