@@ -45,8 +45,7 @@ impl Book {
         let mut found = false;
         self.stocks.each_listed(self.top(), |node| {
             if self.tree.is_under(node, level) {
-                found = true;
-                self.stocks.drain(node, |n| self.tree.surrender(node, n));
+                found |= self.stocks.drain(node, |n| self.tree.surrender(node, n));
             }
         });
         found
