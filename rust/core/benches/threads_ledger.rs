@@ -30,7 +30,15 @@ const LIMIT: u32 = 1 << 22;
 /// Something that can be charged by one and released by one.
 trait Quota: Sync {
     fn pair(&self, thread: u64);
+    /// What a step of a scheduler does: a page each for [`ROWS`] rows, and as many released.
+    fn step(&self, thread: u64) {
+        for _ in 0..ROWS {
+            self.pair(thread);
+        }
+    }
 }
+
+const ROWS: u32 = 256;
 
 struct Ours {
     ledger: Ledger,
@@ -138,6 +146,14 @@ impl Quota for Locked {
         Self::charge(&mut self.0.lock().expect("no panic"), 2, 1).expect("room");
         Self::release(&mut self.0.lock().expect("no panic"), 2, 1);
     }
+    /// One lock for the step, as one would write it.
+    fn step(&self, _thread: u64) {
+        let mut nodes = self.0.lock().expect("no panic");
+        for _ in 0..ROWS {
+            Self::charge(&mut nodes, 2, 1).expect("room");
+            Self::release(&mut nodes, 2, 1);
+        }
+    }
 }
 
 /// This thread's CPU time in nanoseconds, where Linux tells it: other processes on the machine then don't count.
@@ -180,19 +196,19 @@ fn throughput(quota: &impl Quota, threads: u64, time: Duration) -> [f64; 2] {
     })
 }
 
-/// (p50, p99, p99.9, p99.99, max) of a pair in nanoseconds.
-fn latency(quota: &impl Quota, threads: u64, time: Duration) -> [u64; 5] {
+/// (p50, p99, p99.9, p99.99, max) of a call in nanoseconds.
+fn latency(threads: u64, time: Duration, what: impl Fn(u64) + Sync) -> [u64; 5] {
     let (stop, start) = (AtomicBool::new(false), Barrier::new(threads as usize));
     let mut all: Vec<u32> = thread::scope(|scope| {
         let run = |id| {
-            let (stop, start) = (&stop, &start);
+            let (stop, start, what) = (&stop, &start, &what);
             move || {
                 let mut took = Vec::with_capacity(1 << 22);
                 start.wait();
                 let begin = Instant::now();
                 while !stop.load(Ordering::Relaxed) && took.len() < 1 << 22 {
                     let from = Instant::now();
-                    black_box(quota).pair(id);
+                    what(id);
                     took.push(from.elapsed().as_nanos().min(u128::from(u32::MAX)) as u32);
                     if id == 0 && begin.elapsed() > time {
                         stop.store(true, Ordering::Relaxed);
@@ -212,10 +228,6 @@ fn latency(quota: &impl Quota, threads: u64, time: Duration) -> [u64; 5] {
 fn median(mut values: [f64; 5]) -> f64 {
     values.sort_by(f64::total_cmp);
     values[2]
-}
-
-fn ratio(a: u64, b: u64) -> f64 {
-    a as f64 / b as f64
 }
 
 fn main() {
@@ -253,19 +265,17 @@ fn main() {
         println!("| {threads} | {a:.1} | {b:.1} | {c:.1} | {d:.1} | {e:.1} | {f:.1} |");
     }
 
-    println!("\nlatency of one pair in ns, 8 threads\n");
+    println!("\nlatency in ns with 8 threads\n");
     println!("| | p50 | p99 | p99.9 | p99.99 | max |");
     println!("| --- | --- | --- | --- | --- | --- |");
-    let (a, b, c) = (latency(&ours, 8, time), latency(&counter, 8, time), latency(&mutex, 8, time));
-    for (name, [p50, p99, p999, p9999, max]) in [("ours", a), ("counter", b), ("mutex", c)] {
+    let row = |name: &str, [p50, p99, p999, p9999, max]: [u64; 5]| {
         println!("| {name} | {p50} | {p99} | {p999} | {p9999} | {max} |");
-    }
-    println!(
-        "| ours/mutex | | {:.4} | {:.4} | {:.4} | |",
-        ratio(a[1], c[1]),
-        ratio(a[2], c[2]),
-        ratio(a[3], c[3])
-    );
+    };
+    row("a pair, ours", latency(8, time, |id| black_box(&ours).pair(id)));
+    row("a pair, counter", latency(8, time, |id| black_box(&counter).pair(id)));
+    row("a pair, mutex", latency(8, time, |id| black_box(&mutex).pair(id)));
+    row("256 pairs, ours", latency(8, time * 4, |id| black_box(&ours).step(id)));
+    row("256 pairs, mutex held for them", latency(8, time * 4, |id| black_box(&mutex).step(id)));
 
     let usage = ours.ledger.usage(Tier::Device, ours.tenant);
     assert_eq!((usage.held, usage.missing), (Units(0), Units(0)), "the books balance");
@@ -284,6 +294,16 @@ fn main() {
         ledger.discharge(Tier::Device, t, Lane(0), Units(64));
     });
     ledger.charge(Tier::Device, t, Lane(0), Units(64)).expect("room");
+    let bare = Ledger::new([Units(1000); 2], 16, Units(0)).expect("small");
+    let org = bare.create(ROOT, "org", &Policy::default()).expect("fits");
+    let user = bare.create(org, "user", &Policy::default()).expect("fits");
+    each("charge + discharge through three levels, no stock", 1_000_000, &|| {
+        bare.charge(Tier::Device, user, Lane(0), Units(1)).expect("room");
+        bare.discharge(Tier::Device, user, Lane(0), Units(1));
+    });
+    each("a refusal at the root", 1_000_000, &|| {
+        _ = black_box(bare.charge(Tier::Device, user, Lane(0), Units(1001)));
+    });
     each("park + revive through three levels", 100_000, &|| {
         ledger.park(Tier::Device, t, Units(8));
         ledger.revive(Tier::Device, t, Units(8)).expect("room");

@@ -123,8 +123,8 @@ enum Op {
     DropCached(usize, u32),
     ToPinned(usize, u32),
     FromPinned(usize, u32),
-    UnpinToCached(usize, u32),
-    PinCached(usize, u32),
+    ParkPinned(usize, u32),
+    RevivePinned(usize, u32),
     Policy(usize, u32, Option<u32>),
     Capacity(u32),
     Drain,
@@ -148,8 +148,8 @@ fn op() -> impl Strategy<Value = Op> {
         2 => two.clone().prop_map(|(t, n)| Op::DropCached(t, n)),
         1 => two.clone().prop_map(|(t, n)| Op::ToPinned(t, n)),
         1 => two.clone().prop_map(|(t, n)| Op::FromPinned(t, n)),
-        1 => two.clone().prop_map(|(t, n)| Op::UnpinToCached(t, n)),
-        1 => two.prop_map(|(t, n)| Op::PinCached(t, n)),
+        1 => two.clone().prop_map(|(t, n)| Op::ParkPinned(t, n)),
+        1 => two.prop_map(|(t, n)| Op::RevivePinned(t, n)),
         3 => (1..NODES, small, limit).prop_map(|(t, reserve, limit)| Op::Policy(t, reserve, limit)),
         1 => (30..80u32).prop_map(Op::Capacity),
         1 => Just(Op::Drain),
@@ -206,12 +206,12 @@ impl Pair {
                 let right = model.step(t, 0, change, n);
                 Self::compare(ledger.revive(DEV, id(t), Units(n)), right);
             }
-            Op::PinCached(t, n) => {
+            Op::RevivePinned(t, n) => {
                 let n = size(n).min(model.nodes[t].cached);
                 let change =
                     |node: &mut Node| (node.cached, node.pinned) = (node.cached - n, node.pinned + n);
                 let right = model.step(t, 0, change, n);
-                Self::compare(ledger.pin_cached(DEV, id(t), Units(n)), right);
+                Self::compare(ledger.revive_pinned(DEV, id(t), Units(n)), right);
             }
             Op::Discharge(t, n, l) => {
                 let n = size(n).min(model.nodes[t].held);
@@ -258,11 +258,11 @@ impl Pair {
                     (model.nodes[t].held + n, model.nodes[t].pinned - n);
                 ledger.from_pinned(DEV, id(t), Units(n));
             }
-            Op::UnpinToCached(t, n) => {
+            Op::ParkPinned(t, n) => {
                 let n = size(n).min(model.nodes[t].pinned);
                 (model.nodes[t].cached, model.nodes[t].pinned) =
                     (model.nodes[t].cached + n, model.nodes[t].pinned - n);
-                ledger.unpin_to_cached(DEV, id(t), Units(n));
+                ledger.park_pinned(DEV, id(t), Units(n));
             }
             Op::Policy(t, reserve, limit) => {
                 let scale = *scale;
