@@ -21,14 +21,15 @@
 //! # The life of a unit
 //!
 //! ```text
-//!          charge                     park                  drop_cached
-//!   free ----------> held <--------------------> cached ----------------> free
-//!    |  <----------   ^  |            revive      ^   |
-//!    |   discharge    |  | to_pinned              |   | pin_cached
-//!    |                |  v                        |   v
-//!    |   promise      |  pinned <-----------------+---+
-//!    +--> promised ---+          unpin_to_cached
-//!          charge_promised
+//!            charge                    park                  drop_cached
+//!   free ---------------> held <------------------> cached ----------------> free
+//!    |   <-------------   ^  ^        revive         ^  |
+//!    |     discharge      |  |                       |  |
+//!    |                    |  |  to_pinned            |  |  revive_pinned
+//!    |    charge_promised |  +-----------> pinned ---+  |
+//!    |                    |    from_pinned   ^          |
+//!    +---> promised ------+                  +----------+
+//!          promise, unpromise                park_pinned: pinned to cached
 //! ```
 //!
 //! Entering held, pinned or promised from free or cached may be refused; every other way can't. A page's state moves first
@@ -180,7 +181,7 @@ impl Ledger {
     }
 
     /// pinned -> cached: the last pin has gone.
-    pub fn unpin_to_cached(&self, tier: Tier, tenant: TenantId, n: Units) {
+    pub fn park_pinned(&self, tier: Tier, tenant: TenantId, n: Units) {
         self.from_pinned(tier, tenant, n);
         self.park(tier, tenant, n);
     }
@@ -189,7 +190,7 @@ impl Ledger {
     ///
     /// # Errors
     /// As [`Self::revive`].
-    pub fn pin_cached(&self, tier: Tier, tenant: TenantId, n: Units) -> Result<(), Refused> {
+    pub fn revive_pinned(&self, tier: Tier, tenant: TenantId, n: Units) -> Result<(), Refused> {
         self.revive(tier, tenant, n)?;
         self.to_pinned(tier, tenant, n);
         Ok(())

@@ -45,8 +45,7 @@ impl Book {
         let mut found = false;
         self.stocks.each_listed(self.top(), |node| {
             if self.tree.is_under(node, level) {
-                found = true;
-                self.stocks.drain(node, |n| self.tree.surrender(node, n));
+                found |= self.stocks.drain(node, |n| self.tree.surrender(node, n));
             }
         });
         found
@@ -69,8 +68,9 @@ impl Book {
     /// The stock did not suffice: charge through the tree, and fill the stock where nobody could miss it.
     #[cold]
     pub(super) fn charge(&self, node: TenantId, lane: Lane, n: Units) -> Result<(), Obstacle> {
+        let closed = Obstacle { level: node, why: Why::Closed, short: n.0, limit: Units(0) };
         if !self.tree.is_live(node) {
-            return Err(Obstacle { level: node, why: Why::Closed, short: n.0, limit: Units(0) });
+            return Err(closed);
         }
         let stock = self.stocks.units();
         if n.0 > 0 && n.0 <= stock.0 {
@@ -82,7 +82,9 @@ impl Book {
                 return Ok(());
             }
         }
-        self.insist(|| self.tree.obtain(node, n))
+        let obtained = self.insist(|| self.tree.obtain(node, n));
+        // A tenant that is being removed has limits of 0.
+        obtained.map_err(|obstacle| if self.tree.is_live(node) { obstacle } else { closed })
     }
 
     /// The stock was full, unlisted or closed.

@@ -78,6 +78,8 @@ pub enum NameRule {
     Long,
     /// It has a control character.
     Control,
+    /// It has a character that does not show, or turns the text around.
+    Invisible,
     /// It has a `/`, which separates levels.
     Slash,
     /// It is `.` or `..`.
@@ -92,6 +94,7 @@ impl fmt::Display for NameRule {
             Self::Empty => "it is empty",
             Self::Long => "it is longer than 128 bytes",
             Self::Control => "it has a control character",
+            Self::Invisible => "it has a character that does not show or turns the text around",
             Self::Slash => "it has a '/', which separates levels",
             Self::Dots => "'.' and '..' are no names",
             Self::Blank => "it begins or ends with a blank",

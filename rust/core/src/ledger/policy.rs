@@ -155,6 +155,11 @@ fn hash(name: &str) -> u64 {
     hasher.finish() | 1
 }
 
+/// Characters that make two different names look alike, or turn the text after them around.
+fn is_invisible(c: char) -> bool {
+    matches!(c, '\u{ad}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+}
+
 /// Whether `name` can name a tenant.
 pub fn check_name(name: &str) -> Result<(), NameRule> {
     let broken = if name.is_empty() {
@@ -163,6 +168,8 @@ pub fn check_name(name: &str) -> Result<(), NameRule> {
         NameRule::Long
     } else if name.chars().any(char::is_control) {
         NameRule::Control
+    } else if name.chars().any(is_invisible) {
+        NameRule::Invisible
     } else if name.contains('/') {
         NameRule::Slash
     } else if name == "." || name == ".." {
@@ -259,7 +266,9 @@ impl Ledger {
             book.drain(tenant);
         }
         for tier in Tier::ALL {
-            let charged = self.books[tier.as_usize()].tree.usage(tenant).charged();
+            let tree = &self.books[tier.as_usize()].tree;
+            // Demand without charges is a claim that a thread has not passed upward yet.
+            let charged = tree.usage(tenant).charged().max(tree.claim(tenant).demand());
             if charged.0 > 0 {
                 for (book, limit) in self.books.iter().zip(limits) {
                     book.tree.set_limit(tenant, limit);

@@ -7,8 +7,8 @@
 //! Units in stock count as charged and hard, and are in nobody's use: before anything is refused they are drained. To
 //! find them without a look at every lane of every tenant, a lane with stock is LISTED: `listed` counts the listed lanes
 //! of each node, 16 bits a node. A lane is counted before it becomes LISTED and struck off after, so a node whose count is
-//! 0 has no stock. `listings` moves after the count and before the lane: whoever reads it, finds no listed lane, sees the
-//! tree refuse, and reads the same number again, knows that there was no stock when the tree refused.
+//! 0 has no stock. `listings` moves after the lane: whoever reads it, finds no listed lane, sees the tree refuse, and reads
+//! the same number again, knows that nothing lay in stock when the tree refused, but for discharges that had not ended yet.
 
 use crate::{
     sync::{Atom, AtomicU64, Words},
@@ -100,12 +100,14 @@ impl Stocks {
             let Some(next) = now.store(n, self.most()) else { break n };
             if !now.is_listed() && !counted {
                 self.count(node, 1);
-                self.listings.plus(1);
                 counted = true;
             }
             match word.cas(now.0, next.0) {
                 Ok(_) => {
-                    counted &= now.is_listed();
+                    if !now.is_listed() {
+                        counted = false;
+                        self.listings.plus(1);
+                    }
                     break Units(0);
                 }
                 Err(found) => now = StockWord(found),
@@ -139,13 +141,16 @@ impl Stocks {
         }
     }
 
-    /// Empty every lane of a node: `back` gives units to the tree. A lane stays listed until its units are back.
-    pub(super) fn drain(&self, node: TenantId, mut back: impl FnMut(Units)) {
+    /// Empty every lane of a node: `back` gives units to the tree. A lane stays listed until its units are back. Whether a
+    /// lane was listed: a thread that has counted one and not listed it yet is not waited for.
+    pub(super) fn drain(&self, node: TenantId, mut back: impl FnMut(Units)) -> bool {
+        let mut found = false;
         for lane in 0..LANES {
             let word = self.stock(node, lane);
             if !StockWord(word.get()).is_listed() {
                 continue;
             }
+            found = true;
             if let Ok(before) = word.transit(|w| StockWord(w).empty().map(|w| w.0)) {
                 back(StockWord(before).units());
             }
@@ -153,6 +158,7 @@ impl Stocks {
                 self.count(node, -1);
             }
         }
+        found
     }
 
     /// Move the lane's share of the promised units; `false` while a reader has closed it.

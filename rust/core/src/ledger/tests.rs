@@ -192,14 +192,14 @@ fn pins_are_hard_and_have_a_budget() {
     charge(&ledger, t, 10).expect("room");
     ledger.park(DEV, t, Units(4));
     ledger.to_pinned(DEV, t, Units(6));
-    ledger.pin_cached(DEV, t, Units(1)).expect("room");
+    ledger.revive_pinned(DEV, t, Units(1)).expect("room");
     let usage = ledger.usage(DEV, t);
     assert_eq!(
         (usage.held, usage.cached, usage.pinned, usage.claim),
         (Units(0), Units(3), Units(7), Units(7))
     );
     ledger.from_pinned(DEV, t, Units(2));
-    ledger.unpin_to_cached(DEV, t, Units(5));
+    ledger.park_pinned(DEV, t, Units(5));
     let usage = ledger.usage(DEV, t);
     assert_eq!(
         (usage.held, usage.cached, usage.pinned, usage.claim),
@@ -267,6 +267,7 @@ fn i49_names_and_numbers_are_refused_with_their_rule() {
         (long.as_str(), NameRule::Long),
         ("a\u{7}b", NameRule::Control),
         ("a\nb", NameRule::Control),
+        ("a\u{202e}b", NameRule::Invisible),
         ("a/b", NameRule::Slash),
         ("..", NameRule::Dots),
         (" a", NameRule::Blank),

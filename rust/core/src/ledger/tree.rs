@@ -200,26 +200,22 @@ impl Tree {
 
     /// Charge the subtrees from `node` to the root: all or nothing.
     fn charge(&self, node: TenantId, n: Units) -> Result<(), Obstacle> {
-        let mut at = Some(node);
-        while let Some(level) = at {
+        let path = self.path(node);
+        for (i, &level) in path.iter().enumerate() {
             if let Err(now) = self.at(level, USAGE).transit(|w| UsageWord(w).charge(n).map(|w| w.0)) {
-                self.uncharge_below(node, Some(level), n);
+                self.uncharge(&path[..i], n);
                 return Err(Obstacle::limit(level, UsageWord(now), n.0));
             }
-            at = self.above(level);
         }
         Ok(())
     }
 
-    fn uncharge_below(&self, node: TenantId, end: Option<TenantId>, n: Units) {
-        let mut at = Some(node);
-        while at != end
-            && let Some(level) = at
-        {
+    /// From the top down: the node's own word comes last, so a node without charges has nothing on its way any more.
+    fn uncharge(&self, path: &[TenantId], n: Units) {
+        for &level in path.iter().rev() {
             if self.at(level, USAGE).transit(|w| UsageWord(w).discharge(n).map(|w| w.0)).is_err() {
                 self.fault();
             }
-            at = self.above(level);
         }
     }
 
@@ -269,18 +265,18 @@ impl Tree {
         self.raise(node, |w| w.more(n)).map(drop)
     }
 
-    /// Less demand at `node`.
+    /// Less demand at `node`. The way up is read first: it is that of the units, whatever becomes of the node.
     fn release(&self, node: TenantId, n: Units) {
-        let (mut at, mut shrink) = (Some(node), n);
-        while let Some(level) = at
-            && shrink.0 > 0
-        {
+        let mut shrink = n;
+        for &level in self.path(node).iter() {
+            if shrink.0 == 0 {
+                return;
+            }
             let less = |w| ClaimWord(w).less(shrink).map(|w| w.0);
             let Ok(before) = self.at(level, CLAIM).transit(less) else { return self.fault() };
             let before = ClaimWord(before);
             let after = before.less(shrink).unwrap_or(before);
             shrink = Units(before.claim().0 - after.claim().0);
-            at = self.above(level);
         }
     }
 
@@ -299,7 +295,7 @@ impl Tree {
         self.fits(node, n.0, n.0, 0)?;
         self.charge(node, n)?;
         if let Err(obstacle) = self.acquire(node, n) {
-            self.uncharge_below(node, None, n);
+            self.uncharge(&self.path(node), n);
             return Err(obstacle);
         }
         self.move_own(node, n.0 as i32, 0);
@@ -310,7 +306,7 @@ impl Tree {
     pub(super) fn surrender(&self, node: TenantId, n: Units) {
         if n.0 > 0 && self.move_own(node, -(n.0 as i32), 0) {
             self.release(node, n);
-            self.uncharge_below(node, None, n);
+            self.uncharge(&self.path(node), n);
         }
     }
 
@@ -332,7 +328,7 @@ impl Tree {
     /// cached -> free.
     pub(super) fn drop_cached(&self, node: TenantId, n: Units) {
         self.move_own(node, 0, -(n.0 as i32));
-        self.uncharge_below(node, None, n);
+        self.uncharge(&self.path(node), n);
     }
 
     /// Pinned units are hard like held ones; only the kind changes.

@@ -166,16 +166,19 @@ impl Book {
             // Inside the level's reserve nothing is asked of the levels above.
             now.0 += u64::from(claim.unused().0);
             tighten(&mut now, limit.saturating_sub(u64::from(claim.demand().0)), level);
-            if claim.claim() > usage.limit() {
-                // The limit was lowered below what is claimed: nothing new until that is given back.
-                now = (0, level);
-            }
             tighten(&mut unreclaimed, u64::from(usage.room().0), level);
             let others =
                 self.tree.floor(parent).children().0.saturating_sub(self.tree.floor(level).floor().0);
             let left = ever.0.saturating_sub(u64::from(others));
             tighten(&mut ever, left, parent);
             tighten(&mut ever, limit, level);
+        }
+        for &level in path.iter() {
+            let limit = self.tree.usage(level).limit();
+            if self.tree.claim(level).claim() > limit {
+                // Claims bound charges everywhere but where a limit was lowered below them, which is rare: look closer.
+                tighten(&mut now, u64::from(limit.0).saturating_sub(self.hard_below(level)), level);
+            }
         }
         tighten(&mut unreclaimed, now.0, now.1);
         let units = |n: u64| Units(n.min(u64::from(capacity.0)) as u32);
@@ -187,6 +190,11 @@ impl Book {
             ever: units(ever.0),
             ever_level: ever.1,
         }
+    }
+
+    fn hard_below(&self, level: TenantId) -> u64 {
+        let below = (0..=self.top()).map(TenantId).filter(|&node| self.tree.is_under(node, level));
+        below.map(|node| u64::from(self.tree.own(node).hard())).sum()
     }
 
     /// Whose cached pages go first below `level`: a tenant that has some and is not in `skip`.
