@@ -25,7 +25,7 @@ use crate::{
     pool::Pool,
     sync::Atom,
     word::{
-        LANES, PageId, TIERS, TenantId, Tier,
+        LANES, PageId, SizeId, TIERS, TenantId, Tier,
         page::{Location, PageWord},
     },
 };
@@ -139,7 +139,7 @@ impl<'a> Audit<'a> {
                 Balance {
                     capacity: arena.capacity_bytes(),
                     free: arena.free_bytes(),
-                    in_flight: pool.quiescence.bytes(tier),
+                    in_flight: arena.sizes().iter().zip(0..).map(|(bytes, size)| pool.quiescence.frames(tier, SizeId(size)) * bytes).sum(),
                     ..Balance::default()
                 }
             }),

@@ -106,7 +106,7 @@ impl Pool {
             if let Ok(Dropped::Cached { enqueue }) =
                 self.pages.transit_with(page.id, |w| w.unpin(page.generation))
             {
-                self.ledger.unpin_to_cached(tier, payer, units);
+                self.ledger.park_pinned(tier, payer, units);
                 if enqueue {
                     self.orders.enqueue(&self.pages, payer, page.id);
                 }

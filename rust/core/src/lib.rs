@@ -35,6 +35,8 @@ pub(crate) mod index;
 mod keep;
 pub mod ledger;
 mod life;
+#[cfg(feature = "measure")]
+pub mod measure;
 pub mod page;
 pub mod pins;
 pub mod pool;

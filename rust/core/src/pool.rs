@@ -173,6 +173,7 @@ impl Pool {
             None => Secret::random().map_err(|e| argument(&e))?,
         };
         let max_tenants = options.max_tenants + 1; // the root
+        let arenas = layouts.each_ref().map(Arena::new);
         Ok(Self {
             slots: Slots::new(pages),
             pages: Pages::new(pages, max_tenants * NODES_PER_TENANT, spec.page_tokens()),
@@ -185,7 +186,7 @@ impl Pool {
             stats: Stats::new(max_tenants),
             clock: if options.manual_clock { Clock::manual() } else { Clock::system() },
             pins: Pins::new(),
-            quiescence: Quiescence::new(),
+            quiescence: Quiescence::new(&arenas),
             compare_tokens: options.compare_tokens,
             weights_epoch: AtomicU64::new(0),
             moves: AtomicU64::new(0),
@@ -193,7 +194,7 @@ impl Pool {
             lanes: AtomicU64::new(0),
             closed: AtomicU32::new(0),
             ops: Words::zeroed(LANES * 8),
-            arenas: [Arena::new(&layouts[0]), Arena::new(&layouts[1])],
+            arenas,
             layouts,
             states: spec
                 .groups()
