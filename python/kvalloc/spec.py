@@ -59,7 +59,7 @@ class KVSpec:
     449376
     """
 
-    __slots__ = ("_native", "classes", "groups", "layer_map", "model_type", "state_map")
+    __slots__ = ("__weakref__", "_native", "classes", "groups", "layer_map", "model_type", "state_map")
 
     _native: _core.Spec
     groups: tuple[LayerGroup, ...]
