@@ -13,7 +13,7 @@ use crate::errors::InvalidArgument;
 /// A size in bytes: an int, or text like "12GiB".
 pub(crate) fn bytes(value: &Bound<'_, PyAny>) -> PyResult<u64> {
     static PARSE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    PARSE.import(value.py(), "kvalloc.bytes", "parse_bytes")?.call1((value,))?.extract()
+    PARSE.import(value.py(), "kvalloc.sizes", "parse_bytes")?.call1((value,))?.extract()
 }
 
 /// A whole number in a range; a bool is none.

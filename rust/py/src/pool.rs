@@ -426,7 +426,7 @@ impl Pool {
             return Ok("<kvalloc.Pool, closed>".into());
         }
         let (capacity, free) = core.room_in(Tier::Device);
-        let format = py.import("kvalloc.bytes")?.getattr("format_bytes")?;
+        let format = py.import("kvalloc.sizes")?.getattr("format_bytes")?;
         Ok(format!(
             "<kvalloc.Pool {} free of {}, {} tenants>",
             format.call1((free,))?,

@@ -273,7 +273,7 @@ impl Tenant {
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        let format = py.import("kvalloc.bytes")?.getattr("format_bytes")?;
+        let format = py.import("kvalloc.sizes")?.getattr("format_bytes")?;
         let show = |bytes: u64| format.call1((bytes,))?.extract::<String>();
         let limit = self.limit()?.map_or(Ok("none".to_owned()), show)?;
         Ok(format!(
