@@ -219,7 +219,7 @@ class Replay:
                 "stats": stats,
             },
             "tenants": rows,
-            "audit": {"ok": bool(audit.ok), "problems": [str(problem) for problem in audit.problems]},
+            "audit": {"ok": bool(audit.ok), "problems": [text for _, text in audit.findings]},
             "series": meter.series(list(engine.queues)),
         }
 
