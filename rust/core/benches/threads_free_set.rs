@@ -15,7 +15,7 @@ use std::{
 };
 
 use kvalloc_core::{
-    frame::{Arena, ArenaLayout, Slots},
+    frame::{Arena, Slots},
     word::{FrameId, Lane, PageId, SizeId},
 };
 
@@ -149,7 +149,7 @@ fn row<S: Set>(name: &str, threads: u8, batch: usize, time: Duration, make: impl
 }
 
 fn arena(frames: u32, sizes: &[u64]) -> Arena {
-    Arena::new(&ArenaLayout {
+    Arena::new(&kvalloc_core::spec::ArenaLayout {
         bytes: u64::from(frames) * PAGE,
         rounded_off: 0,
         extent_bytes: 512 * PAGE,

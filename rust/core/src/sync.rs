@@ -23,11 +23,11 @@ pub(crate) use shuttle::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 #[cfg(kvalloc_loom)]
-pub(crate) use loom::sync::{Arc, Mutex, MutexGuard};
+pub(crate) use loom::sync::{Mutex, MutexGuard};
 #[cfg(kvalloc_shuttle)]
-pub(crate) use shuttle::sync::{Arc, Mutex, MutexGuard};
+pub(crate) use shuttle::sync::{Mutex, MutexGuard};
 #[cfg(not(any(kvalloc_loom, kvalloc_shuttle)))]
-pub(crate) use std::sync::{Arc, Mutex, MutexGuard};
+pub(crate) use std::sync::{Mutex, MutexGuard};
 
 /// The accesses the core uses, with their orderings (see the head of this file).
 #[allow(dead_code, reason = "one vocabulary for both widths")]

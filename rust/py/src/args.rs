@@ -49,6 +49,17 @@ fn flat<T: Element>(value: &Bound<'_, PyAny>) -> Option<PyBuffer<T>> {
     PyBuffer::<T>::get(value).ok().filter(|b| b.dimensions() == 1 && b.is_c_contiguous())
 }
 
+/// What a buffer holds now. Python may write to it at any time from another thread, so this copies element by element
+/// into memory of our own and hands out no reference.
+fn copied<T: Element, R>(buffer: &PyBuffer<T>, more: usize, each: impl Fn(T) -> R) -> Vec<R> {
+    let n = buffer.item_count();
+    let start = buffer.buf_ptr().cast::<T>().cast_const();
+    let mut copy = Vec::with_capacity(n.saturating_add(more));
+    // SAFETY: the exporter keeps `n` elements of T, contiguous (checked in `flat`), at this address while `buffer` lives.
+    copy.extend((0..n).map(|at| each(unsafe { start.add(at).read_unaligned() })));
+    copy
+}
+
 /// The elements of a buffer of any integer type.
 fn integers<R>(
     value: &Bound<'_, PyAny>,
@@ -56,10 +67,8 @@ fn integers<R>(
 ) -> PyResult<Option<Vec<R>>> {
     macro_rules! try_type {
         ($($int:ty),*) => {$(
-            if let Some(buffer) = flat::<$int>(value)
-                && let Some(cells) = buffer.as_slice(value.py())
-            {
-                return cells.iter().map(|cell| each(cell.get().into())).collect::<PyResult<_>>().map(Some);
+            if let Some(buffer) = flat::<$int>(value) {
+                return copied(&buffer, 0, |n| n).into_iter().map(|n| each(n.into())).collect::<PyResult<_>>().map(Some);
             }
         )*};
     }
@@ -78,11 +87,8 @@ pub(crate) fn tokens(value: &Bound<'_, PyAny>, more: usize) -> PyResult<Vec<u32>
     let bad = |at: usize, id: &dyn std::fmt::Display| {
         InvalidArgument::new_err(format!("token id {id} at position {at}; ids go from 0 to {MOST}"))
     };
-    if let Some(buffer) = flat::<i32>(value)
-        && let Some(cells) = buffer.as_slice(value.py())
-    {
-        let mut ids = Vec::with_capacity(cells.len().saturating_add(more.min(MOST_ROOM)));
-        ids.extend(cells.iter().map(|cell| cell.get() as u32));
+    if let Some(buffer) = flat::<i32>(value) {
+        let ids = copied(&buffer, more.min(MOST_ROOM), |id| id as u32);
         // Every bit of every id at once: the loop has no branch.
         if ids.iter().fold(0, |bits, id| bits | id) <= i32::MAX as u32 {
             return Ok(ids);
@@ -145,12 +151,8 @@ pub(crate) fn with_int32<R>(
     name: &str,
     f: impl FnOnce(&[i32]) -> R,
 ) -> PyResult<R> {
-    if let Some(buffer) = flat::<i32>(value)
-        && let Some(cells) = buffer.as_slice(value.py())
-    {
-        // Python may write to the buffer at any time, so the core gets a copy.
-        let numbers: Vec<i32> = cells.iter().map(|cell| cell.get()).collect();
-        return Ok(f(&numbers));
+    if let Some(buffer) = flat::<i32>(value) {
+        return Ok(f(&copied(&buffer, 0, |n| n)));
     }
     let outside =
         |n: &dyn std::fmt::Display| InvalidArgument::new_err(format!("{name}: {n} is not an int32 number"));

@@ -179,6 +179,13 @@ impl Pool {
         tenant::create(self.live().map(|_| &self.owner)?, name, policy)
     }
 
+    /// Take a tenant out of the tree; its cached pages become free. How many did.
+    fn remove_tenant(&self, py: Python<'_>, tenant: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let core = self.live()?;
+        let id = self.owner.tenant(tenant, None)?;
+        core.remove_tenant(id).map_err(|e| self.owner.error(py, &e))
+    }
+
     /// Every tenant, in the order in which they were made.
     fn tenants(&self) -> PyResult<Vec<Tenant>> {
         let core = self.live()?;
