@@ -249,6 +249,27 @@ fn a_snapshot_beside_a_transfer_between_lanes() {
 }
 
 #[test]
+fn a_snapshot_beside_a_pin() {
+    loom::model(|| {
+        let book = book(4, 0);
+        book.tree.obtain(A, Units(2)).expect("room");
+        book.tree.park(A, ONE);
+        let pin = |b: &Book| {
+            b.tree.revive(A, ONE).expect("room");
+            b.tree.count_pinned(A, 1);
+            true
+        };
+        both(&book, pin, |b| {
+            let usage = b.usage(A);
+            // One held and one cached, both held, one held and one pinned.
+            let seen = (usage.held.0, usage.cached.0, usage.pinned.0);
+            assert!([(1, 1, 0), (2, 0, 0), (1, 0, 1)].contains(&seen), "{usage:?}");
+            true
+        });
+    });
+}
+
+#[test]
 fn closed_lanes_lose_nothing() {
     loom::model(|| {
         let book = book(4, 1);
