@@ -1,9 +1,8 @@
 """A model of one's own under the reference scheduler: what `Engine` needs is one method.
 
-The "model" here is a table: the token that follows is a function of the last one. It reads the last token of
-each row where a real model would read its prompt's tokens, and returns what each row sampled. A real one runs its
-forward pass on ``batch.block_table()``, ``batch.slot_mapping()``, ``batch.query_start_loc`` and
-``batch.seq_lens``, and samples; nothing else changes.
+The "model" here counts down: the token that follows is the last one minus one. A real one runs its forward
+pass on ``batch.block_table()``, ``batch.slot_mapping()``, ``batch.query_start_loc`` and ``batch.seq_lens``, and
+samples; nothing else changes.
 
 Run it with ``python examples/own_model.py``.
 """

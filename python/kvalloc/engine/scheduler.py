@@ -27,8 +27,6 @@ import heapq
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 from kvalloc import AdmissionRefused, KvallocError
 
 from .clock import Clock, VirtualClock
@@ -114,7 +112,7 @@ class Engine:
         self._tell = listener or (lambda event, request: None)
         self._turns: list[tuple[float, int, Queue]] = []  # heap of queues to look at, by virtual time
         self._asleep: list[Queue] = []  # queues whose first request waits until something is given back
-        # For whom the room of a level is kept: by the name of the tenant whose limit it is, None for the pool.
+        # For whom the room of a level is kept: by the name of the tenant with that limit, None for the pool.
         self._kept: dict[str | None, Queue] = {}
         self._virtual = 0.0
 
@@ -206,7 +204,7 @@ class Engine:
         done = left == 0
         if self.stop is not None:
             done |= sampled == self.stop
-        for row in np.flatnonzero(done)[::-1].tolist():  # from the end, so that no row moves before its turn
+        for row in done.nonzero()[0][::-1].tolist():  # from the end, so that no row moves before its turn
             self._retire(rows.running[row], "finished")
         return True
 
