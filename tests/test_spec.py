@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvalloc import models
-from kvalloc.bytes import format_bytes, parse_bytes
 from kvalloc.errors import InvalidArgument, KvallocError, SpecError
+from kvalloc.sizes import format_bytes, parse_bytes
 from kvalloc.spec import KVSpec, LayerGroup, parse_dtype
 
 GIB = 1 << 30
@@ -759,6 +759,8 @@ class TestBytes:
             ("2PB", 2 * 10**15),
             ("9223372036854775807", 2**63 - 1),
             ("0.0009765625KiB", 1),
+            ("5.38GiB", 5_776_731_013),
+            ("0.1KiB", 102),
         ],
     )
     def test_read(self, given: Any, size: int) -> None:
@@ -796,7 +798,8 @@ class TestBytes:
             ("12furlongs", "unknown unit 'furlongs'\\."),
             ("12%", "is not a number"),
             ("1.5", "not a whole number of bytes"),
-            ("0.1KiB", "not a whole number of bytes"),
+            ("1.5B", "not a whole number of bytes"),
+            ("0.0001KiB", "not a whole number of bytes"),
             ("9223372036854775808", "more than 9223372036854775807"),
             ("8EiB", "unknown unit"),
             ("8192PiB", "more than 9223372036854775807"),

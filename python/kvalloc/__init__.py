@@ -21,6 +21,7 @@ True
 
 import os as _os
 
+from kvalloc import models
 from kvalloc._core import (
     Admission,
     AuditReport,
@@ -39,7 +40,6 @@ from kvalloc._core import (
     __version__,
     _forked,
 )
-from kvalloc.bytes import format_bytes, parse_bytes
 from kvalloc.errors import (
     AdmissionRefused,
     ClosedError,
@@ -55,11 +55,14 @@ from kvalloc.errors import (
     UnknownTenant,
     WrongPool,
 )
-from kvalloc.spec import KVSpec, LayerGroup
+from kvalloc.layers import ArenaLayout, LayerGroup, PageClass
+from kvalloc.sizes import format_bytes, parse_bytes
+from kvalloc.spec import KVSpec
 
 __all__ = [
     "Admission",
     "AdmissionRefused",
+    "ArenaLayout",
     "AuditReport",
     "Balance",
     "Batch",
@@ -71,6 +74,7 @@ __all__ = [
     "KvallocError",
     "LayerGroup",
     "OutOfPages",
+    "PageClass",
     "Pages",
     "Pin",
     "PinError",
@@ -89,6 +93,7 @@ __all__ = [
     "WrongPool",
     "__version__",
     "format_bytes",
+    "models",
     "parse_bytes",
 ]
 

@@ -52,8 +52,8 @@ def parse_dtype(dtype: object) -> str:
 
     Examples
     --------
-    >>> parse_dtype("torch.bfloat16"), parse_dtype("fp8"), parse_dtype("half")
-    ('bfloat16', 'float8_e4m3fn', 'float16')
+    >>> [kvalloc.layers.parse_dtype(name) for name in ("torch.bfloat16", "fp8", "half")]
+    ['bfloat16', 'float8_e4m3fn', 'float16']
     """
     name = dtype.__name__ if isinstance(dtype, type) else str(dtype)
     known = _DTYPE_NAMES.get(name.removeprefix("torch.").lower())
@@ -98,9 +98,9 @@ class LayerGroup:
 
     Examples
     --------
-    >>> LayerGroup("window", "window", layers=12, kv_heads=8, k_dim=64, window=128).bytes_per_token
+    >>> kvalloc.LayerGroup("window", "window", layers=12, kv_heads=8, k_dim=64, window=128).bytes_per_token
     24576
-    >>> LayerGroup("mla", "latent", layers=61, k_dim=576).bytes_per_token
+    >>> kvalloc.LayerGroup("mla", "latent", layers=61, k_dim=576).bytes_per_token
     70272
     """
 

@@ -4,8 +4,7 @@ Each entry has the fields of the model's ``config.json`` that `kvalloc.KVSpec.fr
 their own names and with the nesting of the original. They are here for planning and for tests; to serve a
 model, read its own config.
 
->>> from kvalloc.spec import KVSpec
->>> KVSpec.from_hf_config(get("Qwen2.5-7B")).bytes_per_token
+>>> kvalloc.KVSpec.from_hf_config(kvalloc.models.get("Qwen2.5-7B")).bytes_per_token
 57344
 """
 
@@ -54,7 +53,7 @@ def get(name: str) -> Config:
 
     Examples
     --------
-    >>> get("Qwen/Qwen2.5-7B-Instruct")["num_key_value_heads"]
+    >>> kvalloc.models.get("Qwen/Qwen2.5-7B-Instruct")["num_key_value_heads"]
     4
     """
     key = re.sub(r"[\s_]+", "-", name.strip().rpartition("/")[2].lower())

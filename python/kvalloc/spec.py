@@ -13,9 +13,9 @@ from dataclasses import asdict
 from typing import Any, Final, Literal, SupportsIndex, TypeAlias, cast
 
 from kvalloc import _core, hf
-from kvalloc.bytes import format_bytes, parse_bytes
 from kvalloc.errors import SpecError
 from kvalloc.layers import DTYPES, ArenaLayout, GroupKind, LayerGroup, PageClass, parse_dtype
+from kvalloc.sizes import format_bytes, parse_bytes
 
 __all__ = ["ArenaLayout", "GroupKind", "KVSpec", "LayerGroup", "Layout", "PageClass", "parse_dtype"]
 
@@ -52,14 +52,14 @@ class KVSpec:
 
     Examples
     --------
-    >>> spec = KVSpec.uniform(layers=28, kv_heads=4, head_dim=128)
+    >>> spec = kvalloc.KVSpec.uniform(layers=28, kv_heads=4, head_dim=128)
     >>> spec.bytes_per_token, spec.page_bytes()
     (57344, 917504)
     >>> spec.tokens_in("24GiB")
     449376
     """
 
-    __slots__ = ("_native", "classes", "groups", "layer_map", "model_type", "state_map")
+    __slots__ = ("__weakref__", "_native", "classes", "groups", "layer_map", "model_type", "state_map")
 
     _native: _core.Spec
     groups: tuple[LayerGroup, ...]
@@ -115,7 +115,7 @@ class KVSpec:
 
         Examples
         --------
-        >>> KVSpec.uniform(layers=32, kv_heads=8, head_dim=128, window=4096).window_cap_bytes
+        >>> kvalloc.KVSpec.uniform(layers=32, kv_heads=8, head_dim=128, window=4096).window_cap_bytes
         536870912
         """
         group = LayerGroup(
@@ -164,9 +164,9 @@ class KVSpec:
 
         Examples
         --------
-        >>> spec = KVSpec.from_groups([
-        ...     LayerGroup("full", "full", layers=12, kv_heads=8, k_dim=64),
-        ...     LayerGroup("window", "window", layers=12, kv_heads=8, k_dim=64, window=128),
+        >>> spec = kvalloc.KVSpec.from_groups([
+        ...     kvalloc.LayerGroup("full", "full", layers=12, kv_heads=8, k_dim=64),
+        ...     kvalloc.LayerGroup("window", "window", layers=12, kv_heads=8, k_dim=64, window=128),
         ... ])
         >>> spec.bytes_per_token, spec.grow_bytes_per_token, spec.window_cap_bytes
         (49152, 24576, 3145728)
@@ -243,7 +243,7 @@ class KVSpec:
         >>> config = {"model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584,
         ...           "num_attention_heads": 28, "num_key_value_heads": 4,
         ...           "use_sliding_window": False, "sliding_window": 131072}
-        >>> KVSpec.from_hf_config(config).bytes_per_token
+        >>> kvalloc.KVSpec.from_hf_config(config).bytes_per_token
         57344
         """
         model = hf.read(config, tp=_count("tp", tp, 1, 1 << 16), mtp=mtp, indexer=indexer)
@@ -314,7 +314,7 @@ class KVSpec:
 
         Examples
         --------
-        >>> KVSpec.uniform(28, 4, 128).replace(page_tokens=64).page_bytes()
+        >>> kvalloc.KVSpec.uniform(28, 4, 128).replace(page_tokens=64).page_bytes()
         3670016
         """
         return self._make(
@@ -336,7 +336,7 @@ class KVSpec:
 
         Examples
         --------
-        >>> KVSpec.uniform(32, 8, 128, window=4096).unwindowed().grow_bytes_per_token
+        >>> kvalloc.KVSpec.uniform(32, 8, 128, window=4096).unwindowed().grow_bytes_per_token
         131072
         """
         groups = tuple(
@@ -455,7 +455,7 @@ class KVSpec:
 
         Examples
         --------
-        >>> KVSpec.uniform(12, 8, 64, window=128).pages_of(0, 8192)
+        >>> kvalloc.KVSpec.uniform(12, 8, 64, window=128).pages_of(0, 8192)
         range(504, 512)
         """
         return range(*self._native.pages_of(range(len(self.groups))[group], _tokens(tokens)))
@@ -478,7 +478,7 @@ class KVSpec:
 
         Examples
         --------
-        >>> KVSpec.uniform(30, 2, 128, window=4096).peak_pages(0, 16384, step_tokens=8192)
+        >>> kvalloc.KVSpec.uniform(30, 2, 128, window=4096).peak_pages(0, 16384, step_tokens=8192)
         769
         """
         step = _count("step_tokens", step_tokens, 1, _MOST)
@@ -498,7 +498,7 @@ class KVSpec:
 
         Examples
         --------
-        >>> KVSpec.uniform(64, 8, 128).bytes_for(275_760)
+        >>> kvalloc.KVSpec.uniform(64, 8, 128).bytes_for(275_760)
         72288829440
         """
         return self._native.bytes_for(_tokens(tokens))
@@ -539,7 +539,7 @@ class KVSpec:
 
         Examples
         --------
-        >>> KVSpec.uniform(36, 8, 64).tokens_in(5_779_095_552)
+        >>> kvalloc.KVSpec.uniform(36, 8, 64).tokens_in(5_779_095_552)
         78384
         """
         sequences = _count("sequences", sequences, 1, _MOST)
@@ -565,7 +565,7 @@ class KVSpec:
 
         Examples
         --------
-        >>> KVSpec.uniform(28, 4, 128).sequences_in("56GiB", 32_768)
+        >>> kvalloc.KVSpec.uniform(28, 4, 128).sequences_in("56GiB", 32_768)
         32
         """
         step = _count("step_tokens", step_tokens, 1, _MOST)
@@ -590,7 +590,7 @@ class KVSpec:
 
         Examples
         --------
-        >>> KVSpec.uniform(61, 1, 1152, page_tokens=64).arena("5GiB").rounded_off
+        >>> kvalloc.KVSpec.uniform(61, 1, 1152, page_tokens=64).arena("5GiB").rounded_off
         7798784
         """
         return ArenaLayout(*self._native.arena(parse_bytes(size)))

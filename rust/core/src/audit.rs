@@ -139,7 +139,12 @@ impl<'a> Audit<'a> {
                 Balance {
                     capacity: arena.capacity_bytes(),
                     free: arena.free_bytes(),
-                    in_flight: arena.sizes().iter().zip(0..).map(|(bytes, size)| pool.quiescence.frames(tier, SizeId(size)) * bytes).sum(),
+                    in_flight: arena
+                        .sizes()
+                        .iter()
+                        .zip(0..)
+                        .map(|(bytes, size)| pool.quiescence.frames(tier, SizeId(size)) * bytes)
+                        .sum(),
                     ..Balance::default()
                 }
             }),

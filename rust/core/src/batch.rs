@@ -109,6 +109,8 @@ pub(crate) struct Inner {
     spare: Vec<Record>,
     arrays: Box<dyn Arrays>,
     scratch: Scratch,
+    /// Rows that the step in progress has to look at.
+    tight: Vec<u32>,
     /// Tokens and rows in the arrays since the last step.
     shown: usize,
     moves: u64,
@@ -153,6 +155,7 @@ impl Batch {
             spare: Vec::with_capacity(MAX_OUTSTANDING),
             arrays,
             scratch: Scratch::default(),
+            tight: Vec::with_capacity(rows),
             shown: 0,
             moves: pool.moves.get(),
         };
@@ -591,10 +594,12 @@ impl Inner {
                 self.sync_in(pool, shape, row);
             }
         }
-        for row in 0..self.rows.len() {
-            let hot = &self.hot;
-            let end = hot.slots[row] + self.step.counts[row];
-            if (end > hot.room[row] || hot.written[row] >= hot.trim[row]) && self.step.counts[row] > 0 {
+        self.list_tight_rows();
+        self.cross_edges(pool, shape);
+        for at in 0..self.tight.len() {
+            let row = self.tight[at] as usize;
+            let end = self.hot.slots[row] + self.step.counts[row];
+            if end > self.hot.room[row] || self.hot.written[row] >= self.hot.trim[row] {
                 let granted = self.make_row_room(pool, shape, row, self.step.counts[row]);
                 self.step.counts[row] = granted.unwrap_or_else(|refusal| {
                     pool.count_refusal(self.lane, &refusal);
@@ -603,6 +608,57 @@ impl Inner {
                 });
             }
         }
+    }
+
+    /// Rows that have to be looked at before they can be written.
+    fn list_tight_rows(&mut self) {
+        let Hot { slots, room, written, trim, .. } = &self.hot;
+        self.tight.clear();
+        let rows = self.step.counts.iter().zip(slots).zip(room).zip(written).zip(trim);
+        for (row, ((((&count, &slots), &room), &written), &trim)) in rows.enumerate() {
+            if (slots + count > room || written >= trim) && count > 0 {
+                self.tight.push(row as u32);
+            }
+        }
+    }
+
+    /// The common case, many rows at once: a page has just been filled, the next one is needed, and frames are free.
+    fn cross_edges(&mut self, pool: &Pool, shape: Shape) {
+        let page_tokens = pool.spec.page_tokens();
+        if self.tight.len() < 2 || pool.groups.len() > 1 || pool.is_state(GroupId(0)) {
+            return;
+        }
+        let group = GroupId(0);
+        let claimed = pool.claim_free(self.lane, group, self.tight.len(), &mut self.scratch);
+        let table = self.arrays.group(0).block_table;
+        // Taken from the end.
+        self.scratch.ids.reverse();
+        self.scratch.frames.reverse();
+        for &row in &self.tight {
+            let row = row as usize;
+            let hot = &mut self.hot;
+            let slots = hot.slots[row];
+            let body = &mut self.rows[row].body;
+            let plain = self.step.counts[row] == 1
+                && hot.room[row] == slots
+                && hot.written[row] < hot.trim[row]
+                && slots < shape.tokens
+                && body.pays_alone();
+            if !plain {
+                continue;
+            }
+            let (tenant, promise) = body.purse();
+            let Some((page, frame)) = pool.take_claimed(self.lane, tenant, group, promise, &mut self.scratch)
+            else {
+                break;
+            };
+            let pages = &mut body.tables[0].pages;
+            table[row * shape.pages + pages.len()] = frame.0 as i32;
+            hot.base[0][row] = (i64::from(frame.0) - pages.len() as i64) * i64::from(page_tokens);
+            hot.room[row] = slots + page_tokens;
+            pages.push(page);
+        }
+        pool.unclaim(self.lane, group, claimed - self.scratch.ids.len(), &self.scratch);
     }
 
     #[cold]

@@ -39,7 +39,7 @@ impl Pool {
     }
 
     pub(crate) fn units_of(&self, id: PageId) -> u32 {
-        self.spec.units(self.pages.location(id).class())
+        self.classes[self.pages.location(id).class().as_usize()].units
     }
 
     /// Make a page that the caller holds, written to the end, findable. `None`: it could not be listed, and stays private.
@@ -247,8 +247,8 @@ impl Pool {
         let Some(first) = run.first() else { return 0 };
         let location = self.pages.location(first.id);
         let tier = location.tier().unwrap_or(Tier::Device);
-        let class = &self.spec.classes()[location.class().as_usize()];
-        let units = self.spec.units(location.class());
+        let class = self.classes[location.class().as_usize()];
+        let units = class.units;
         scratch.ids.clear();
         scratch.queue.clear();
         let (mut parked, mut pinned, mut stale) = (0, 0, 0);

@@ -35,7 +35,8 @@ use crate::{
     stats::{Counter, Stats, TenantCounter},
     sync::{Atom, AtomicU32, AtomicU64, Words},
     word::{
-        ClassId, FrameId, GroupId, LANES, Lane, PageId, PageRef, TIERS, TenantId, Tier, Units, page::Location,
+        ClassId, FrameId, GroupId, LANES, Lane, PageId, PageRef, SizeId, TIERS, TenantId, Tier, Units,
+        page::Location,
     },
 };
 
@@ -67,11 +68,20 @@ pub(crate) struct GroupInfo {
     pub(crate) units: u32,
 }
 
+/// What the pool needs of a page class on the hot path.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ClassInfo {
+    pub(crate) group: GroupId,
+    pub(crate) size: SizeId,
+    pub(crate) units: u32,
+}
+
 /// The books.
 #[derive(Debug)]
 pub struct Pool {
     pub(crate) spec: Spec,
     pub(crate) groups: Vec<GroupInfo>,
+    pub(crate) classes: Vec<ClassInfo>,
     /// A bit for each group that is a fixed state.
     states: u64,
     pub(crate) layouts: [ArenaLayout; TIERS],
@@ -167,6 +177,12 @@ impl Pool {
                 GroupInfo { class, units: spec.units(class) }
             })
             .collect();
+        let class = |(at, class): (usize, &crate::spec::ClassSpec)| ClassInfo {
+            group: class.group,
+            size: class.size,
+            units: spec.units(ClassId(at as u8)),
+        };
+        let classes = spec.classes().iter().enumerate().map(class).collect();
         let largest = groups.iter().map(|g| g.units).max().unwrap_or(1);
         let secret = match options.secret.clone() {
             Some(secret) => secret,
@@ -203,6 +219,7 @@ impl Pool {
                 .map(|(g, group)| u64::from(group.kind == GroupKind::State) << g)
                 .sum(),
             groups,
+            classes,
             spec,
         })
     }
@@ -370,16 +387,69 @@ impl Pool {
         debug_assert_eq!(ids, n, "an id for every frame");
         out.reserve(n);
         for (&id, &frame) in scratch.ids.iter().zip(&scratch.frames) {
-            self.pages.set_payer(id, payer);
-            self.pages.set_location(id, Location::new(Tier::Device, class, frame));
-            let word = self.pages.transit(id, |w| w.take());
-            debug_assert!(word.is_ok(), "{id} was in the free set, and yet {word:?}");
-            if let Ok(word) = word {
-                out.push(PageRef { id, generation: word.generation() });
-            }
+            out.push(self.begin(id, payer, class, frame));
         }
         self.stats.count(lane, Counter::PagesAllocated, n as u64);
         Ok(())
+    }
+
+    /// free -> held, of an id and a frame that the caller has claimed and charged.
+    #[inline]
+    fn begin(&self, id: PageId, payer: TenantId, class: ClassId, frame: FrameId) -> PageRef {
+        self.pages.set_payer(id, payer);
+        self.pages.set_location(id, Location::new(Tier::Device, class, frame));
+        let word = self.pages.transit(id, |w| w.take());
+        debug_assert!(word.is_ok(), "{id} was in the free set, and yet {word:?}");
+        let (Ok(word) | Err(word)) = word;
+        PageRef { id, generation: word.generation() }
+    }
+
+    /// Claim up to `n` free frames and as many ids, into `scratch`, without taking anything back for them.
+    pub(crate) fn claim_free(&self, lane: Lane, group: GroupId, n: usize, scratch: &mut Scratch) -> usize {
+        let size = self.classes[self.groups[group.as_usize()].class.as_usize()].size;
+        scratch.frames.clear();
+        scratch.ids.clear();
+        let got = self.arena(Tier::Device).claim(size, lane, n, &mut scratch.frames);
+        let ids = self.slots.claim(lane, got, &mut scratch.ids);
+        debug_assert_eq!(ids, got, "an id for every frame");
+        got
+    }
+
+    /// One page of what [`Self::claim_free`] got, charged to `payer` or taken from `promise`. `None`: not without asking
+    /// further, so [`Self::take`] has to.
+    #[inline]
+    pub(crate) fn take_claimed(
+        &self,
+        lane: Lane,
+        payer: TenantId,
+        group: GroupId,
+        promise: Option<&mut u32>,
+        scratch: &mut Scratch,
+    ) -> Option<(PageRef, FrameId)> {
+        let GroupInfo { class, units } = self.groups[group.as_usize()];
+        let (&id, &frame) = (scratch.ids.last()?, scratch.frames.last()?);
+        match promise {
+            Some(promise) if *promise >= units => {
+                self.ledger.charge_promised(Tier::Device, payer, lane, Units(units));
+                *promise -= units;
+            }
+            Some(0) | None => self.ledger.charge(Tier::Device, payer, lane, Units(units)).ok()?,
+            Some(_) => return None,
+        }
+        scratch.ids.pop();
+        scratch.frames.pop();
+        Some((self.begin(id, payer, class, frame), frame))
+    }
+
+    /// Give back what [`Self::claim_free`] got and nobody took.
+    pub(crate) fn unclaim(&self, lane: Lane, group: GroupId, taken: usize, scratch: &Scratch) {
+        if !scratch.ids.is_empty() {
+            let size = self.classes[self.groups[group.as_usize()].class.as_usize()].size;
+            // Both were claimed a moment ago.
+            let _ = self.slots.release_many(&scratch.ids);
+            let _ = self.arena(Tier::Device).release_many(size, &scratch.frames);
+        }
+        self.stats.count(lane, Counter::PagesAllocated, taken as u64);
     }
 
     /// Frames for `n` pages of `class`, evicting where none are free.
@@ -391,7 +461,7 @@ impl Pool {
         n: usize,
         frames: &mut Vec<FrameId>,
     ) -> Result<(), Refusal> {
-        let size = self.spec.classes()[class.as_usize()].size;
+        let size = self.classes[class.as_usize()].size;
         let arena = self.arena(Tier::Device);
         frames.clear();
         let mut got = arena.claim(size, lane, n, frames);
@@ -481,8 +551,8 @@ impl Pool {
         let payer = self.pages.payer(id);
         let location = self.pages.location(id);
         let tier = location.tier().unwrap_or(Tier::Device);
-        let class = &self.spec.classes()[location.class().as_usize()];
-        let units = self.spec.units(location.class());
+        let class = self.classes[location.class().as_usize()];
+        let units = class.units;
         if self.pages.read(id).is_indexed() {
             self.unindex(id, class.group);
         }

@@ -44,8 +44,8 @@ use crate::{
 /// What a sequence is opened with.
 #[derive(Clone, Debug, Default)]
 pub struct Open<'a> {
-    /// The prompt; at least one token.
-    pub tokens: &'a [u32],
+    /// The prompt; at least one token. Becomes the sequence's own.
+    pub tokens: Vec<u32>,
     /// How many tokens it may grow by.
     pub max_new_tokens: u32,
     /// Reserve the whole need now, or refuse.
@@ -158,7 +158,7 @@ impl Pool {
     ///
     /// # Errors
     /// An empty prompt, a scope that is not above the tenant, or (with `admit`) no room: then nothing is changed.
-    pub fn open(self: &Arc<Self>, tenant: TenantId, open: &Open<'_>) -> Result<Arc<Sequence>, Error> {
+    pub fn open(self: &Arc<Self>, tenant: TenantId, mut open: Open<'_>) -> Result<Arc<Sequence>, Error> {
         self.check_open()?;
         if open.tokens.is_empty() {
             return Err(Error::Argument("the prompt is empty; a sequence needs at least one token".into()));
@@ -175,7 +175,7 @@ impl Pool {
                 ))
             })?;
         self.check_tenant(tenant)?;
-        let mut ranges = self.ranges(tenant, open)?;
+        let mut ranges = self.ranges(tenant, &open)?;
         let lane = self.next_lane();
         let _op = self.enter(lane);
         if open.admit {
@@ -188,14 +188,14 @@ impl Pool {
             extra_key: open.extra_key,
             weights: self.weights_epoch_now(),
         });
-        let prompt = Prompt { tenant, tokens: open.tokens, root };
+        let prompt = Prompt { tenant, tokens: &open.tokens, root };
         let asked = ranges.clone();
         let hit = self.find_prefix(lane, &prompt, &mut ranges, &mut scratch);
         self.settle_ranges(tenant, &mut ranges, &hit);
-        let mut body = Body::new(tenant, lane, open, root, ranges, hit, self);
+        let tokens = std::mem::take(&mut open.tokens);
+        let mut body = Body::new(tenant, lane, tokens, root, ranges, hit, self);
         body.fallbacks = fallbacks(&asked, &body.ranges, tenant);
-        body.protection = self.protection(open);
-        body.tokens.reserve(open.max_new_tokens as usize);
+        body.protection = self.protection(&open);
         if open.admit
             && let Err(refusal) = body.reserve(self, total)
         {
@@ -286,7 +286,7 @@ impl Body {
     fn new(
         tenant: TenantId,
         lane: Lane,
-        open: &Open<'_>,
+        tokens: Vec<u32>,
         root: ChainKey,
         ranges: Vec<Range>,
         hit: Hit,
@@ -306,10 +306,10 @@ impl Body {
         Self {
             tenant,
             lane,
-            tokens: open.tokens.to_vec(),
+            prompt: tokens.len() as u32,
+            tokens,
             slots: cached,
             written: cached,
-            prompt: open.tokens.len() as u32,
             cached,
             tables: tables.collect(),
             published: hit.pages,
@@ -411,6 +411,16 @@ impl Body {
         } else {
             scope_at(&self.ranges, self.tenant, page_tokens, page)
         }
+    }
+
+    /// Whether all further pages are its tenant's.
+    pub(crate) fn pays_alone(&self) -> bool {
+        self.ranges.is_empty() || self.ranges.last().is_some_and(|r| r.end <= self.slots)
+    }
+
+    /// Who pays, and what is left of its promise.
+    pub(crate) fn purse(&mut self) -> (TenantId, Option<&mut u32>) {
+        (self.tenant, self.promises.iter_mut().find(|p| p.0 == self.tenant).map(|p| &mut p.1))
     }
 
     /// Take the pages for `slots` tokens in every group: all or none.

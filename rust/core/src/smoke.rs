@@ -62,7 +62,7 @@ fn a_life() {
     let t = pool.ledger().create(ROOT, "acme", &Policy::default()).expect("tenant");
     let tokens: Vec<u32> = (0..100).collect();
     green(&pool);
-    let seq = pool.open(t, &Open { tokens: &tokens, ..Open::default() }).expect("open");
+    let seq = pool.open(t, Open { tokens: tokens.clone(), ..Open::default() }).expect("open");
     assert_eq!(seq.counts().expect("counts").cached, 0);
     let b = batch(&pool, 8, 1024);
     b.add(&seq).expect("row");
@@ -78,7 +78,7 @@ fn a_life() {
         green(&pool);
     }
     assert_eq!(seq.counts().expect("c").written, 150);
-    let again = pool.open(t, &Open { tokens: &tokens, ..Open::default() }).expect("open");
+    let again = pool.open(t, Open { tokens: tokens.clone(), ..Open::default() }).expect("open");
     assert_eq!(again.counts().expect("c").cached, 96);
     green(&pool);
     b.remove(&seq).expect("removed");
@@ -90,7 +90,7 @@ fn a_life() {
     for n in 0..40u32 {
         let tokens: Vec<u32> = (0..200).map(|i| n * 1000 + i).collect();
         let seq = pool
-            .open(t, &Open { tokens: &tokens, max_new_tokens: 10, admit: true, ..Open::default() })
+            .open(t, Open { tokens: tokens.clone(), max_new_tokens: 10, admit: true, ..Open::default() })
             .expect("open");
         b.add(&seq).expect("row");
         b.step(None, None, |s| assert!(s.refused.is_empty(), "{s:?}")).expect("step");

@@ -20,10 +20,10 @@
 //! # Sizes
 //!
 //! Page bytes are a multiple of 256. Classes with equal page bytes share a frame size (and so the extents). With several
-//! sizes the extent must be a common multiple of all of them (the *granule*): if the exact one is larger than 64 times
-//! the largest page, sizes are rounded up, with the least loss, until it is not; a spec that would lose more than a
-//! quarter of a class that way is refused. Layer-major cuts the arena into one equal region per layer, so all groups
-//! must have the same number of layers.
+//! sizes the extent must be a common multiple of all of them (the *granule*). Where the exact one is large, sizes are
+//! rounded up, weighing what is lost against the size of the granule (`fit.rs`); it is never more than 64 times the
+//! largest page, and a spec that would lose more than a quarter of a class is refused. Layer-major cuts the arena into
+//! one equal region per layer, so all groups must have the same number of layers.
 //!
 //! # What a sequence holds
 //!
@@ -311,7 +311,7 @@ impl Spec {
             Layout::LayerMajor => PAGE_ALIGN * u64::from(groups[0].layers),
         };
         let needed: Vec<u64> = classes.iter().map(|c| c.page_bytes.div_ceil(step)).collect();
-        let fit = fit::fit(&needed).ok_or_else(|| SpecError::Sizes {
+        let fit = fit::fit(&needed, step).ok_or_else(|| SpecError::Sizes {
             sizes: needed.iter().map(|n| n * step).collect(),
             granule: fit::MAX_MULTIPLE,
         })?;

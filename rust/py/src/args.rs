@@ -13,7 +13,7 @@ use crate::errors::InvalidArgument;
 /// A size in bytes: an int, or text like "12GiB".
 pub(crate) fn bytes(value: &Bound<'_, PyAny>) -> PyResult<u64> {
     static PARSE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    PARSE.import(value.py(), "kvalloc.bytes", "parse_bytes")?.call1((value,))?.extract()
+    PARSE.import(value.py(), "kvalloc.sizes", "parse_bytes")?.call1((value,))?.extract()
 }
 
 /// A whole number in a range; a bool is none.
@@ -50,7 +50,10 @@ fn flat<T: Element>(value: &Bound<'_, PyAny>) -> Option<PyBuffer<T>> {
 }
 
 /// The elements of a buffer of any integer type.
-fn integers<R>(value: &Bound<'_, PyAny>, mut each: impl FnMut(i128) -> PyResult<R>) -> PyResult<Option<Vec<R>>> {
+fn integers<R>(
+    value: &Bound<'_, PyAny>,
+    mut each: impl FnMut(i128) -> PyResult<R>,
+) -> PyResult<Option<Vec<R>>> {
     macro_rules! try_type {
         ($($int:ty),*) => {$(
             if let Some(buffer) = flat::<$int>(value)
@@ -64,8 +67,13 @@ fn integers<R>(value: &Bound<'_, PyAny>, mut each: impl FnMut(i128) -> PyResult<
     Ok(None)
 }
 
+/// The most room made in advance: an absurd `max_new_tokens` must not take memory before it is refused.
+const MOST_ROOM: usize = 1 << 16;
+
 /// Token ids: an int32 array costs nothing, a list is read one by one, any buffer of whole numbers will do.
-pub(crate) fn tokens(value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+///
+/// `more`: room for so many tokens behind them.
+pub(crate) fn tokens(value: &Bound<'_, PyAny>, more: usize) -> PyResult<Vec<u32>> {
     const MOST: i128 = i32::MAX as i128;
     let bad = |at: usize, id: &dyn std::fmt::Display| {
         InvalidArgument::new_err(format!("token id {id} at position {at}; ids go from 0 to {MOST}"))
@@ -73,14 +81,19 @@ pub(crate) fn tokens(value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     if let Some(buffer) = flat::<i32>(value)
         && let Some(cells) = buffer.as_slice(value.py())
     {
-        let ids: Vec<u32> = cells.iter().map(|cell| cell.get() as u32).collect();
+        let mut ids = Vec::with_capacity(cells.len().saturating_add(more.min(MOST_ROOM)));
+        ids.extend(cells.iter().map(|cell| cell.get() as u32));
         return match ids.iter().position(|&id| id > i32::MAX as u32) {
             None => Ok(ids),
             Some(at) => Err(bad(at, &(ids[at] as i32))),
         };
     }
     if let Ok(list) = value.cast::<PyList>() {
-        return list.iter().enumerate().map(|(at, item)| token(&item, at)).collect();
+        let mut ids = Vec::with_capacity(list.len().saturating_add(more.min(MOST_ROOM)));
+        for (at, item) in list.iter().enumerate() {
+            ids.push(token(&item, at)?);
+        }
+        return Ok(ids);
     }
     if let Ok(tuple) = value.cast::<PyTuple>() {
         return tuple.iter().enumerate().map(|(at, item)| token(&item, at)).collect();
@@ -109,7 +122,7 @@ pub(crate) fn tokens(value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
             array.getattr("dtype")?
         )));
     }
-    tokens(&numpy.call_method1("ascontiguousarray", (array,))?.call_method1("tolist", ())?)
+    tokens(&numpy.call_method1("ascontiguousarray", (array,))?.call_method0("tolist")?, more)
 }
 
 #[inline]
@@ -137,14 +150,16 @@ pub(crate) fn with_int32<R>(
         let numbers: Vec<i32> = cells.iter().map(|cell| cell.get()).collect();
         return Ok(f(&numbers));
     }
-    let outside = |n: &dyn std::fmt::Display| {
-        InvalidArgument::new_err(format!("{name}: {n} is not an int32 number"))
-    };
+    let outside =
+        |n: &dyn std::fmt::Display| InvalidArgument::new_err(format!("{name}: {n} is not an int32 number"));
     if let Some(numbers) = integers(value, |n| i32::try_from(n).map_err(|_| outside(&n)))? {
         return Ok(f(&numbers));
     }
     let items = value.try_iter().map_err(|_| {
-        InvalidArgument::new_err(format!("{name} must be an int32 array or a list of ints, not {}", shown(value)))
+        InvalidArgument::new_err(format!(
+            "{name} must be an int32 array or a list of ints, not {}",
+            shown(value)
+        ))
     })?;
     let numbers = items.map(|item| {
         let item = item?;
@@ -164,7 +179,10 @@ pub(crate) fn references(value: &Bound<'_, PyAny>) -> PyResult<Vec<PageRef>> {
         return Ok(references);
     }
     let items = value.try_iter().map_err(|_| {
-        InvalidArgument::new_err(format!("page references must be a uint64 array or a list of ints, not {}", shown(value)))
+        InvalidArgument::new_err(format!(
+            "page references must be a uint64 array or a list of ints, not {}",
+            shown(value)
+        ))
     })?;
     items
         .map(|item| {

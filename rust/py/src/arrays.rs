@@ -30,10 +30,11 @@ impl<T: Element> Bound1<T> {
             _ => "int64",
         };
         let wrong = |what: String| {
-            InvalidArgument::new_err(format!("{name} must be a writable, contiguous {dtype} array of shape {shape:?}; {what}"))
+            InvalidArgument::new_err(format!(
+                "{name} must be a writable, contiguous {dtype} array of shape {shape:?}; {what}"
+            ))
         };
-        let buffer =
-            PyBuffer::<T>::get(array).map_err(|_| wrong(format!("got {}", shown(array))))?;
+        let buffer = PyBuffer::<T>::get(array).map_err(|_| wrong(format!("got {}", shown(array))))?;
         if buffer.shape() != shape {
             return Err(wrong(format!("its shape is {:?}", buffer.shape())));
         }
@@ -104,7 +105,9 @@ impl Objects {
         };
         let step = shape.step as usize;
         Ok(Self {
-            block_table: (0..groups).map(|_| full(&[shape.rows, shape.pages], 0, "int32")).collect::<PyResult<_>>()?,
+            block_table: (0..groups)
+                .map(|_| full(&[shape.rows, shape.pages], 0, "int32"))
+                .collect::<PyResult<_>>()?,
             slot_mapping: (0..groups).map(|_| full(&[step], -1, "int64")).collect::<PyResult<_>>()?,
             seq_lens: full(&[shape.rows], 0, "int32")?,
             query_start_loc: full(&[shape.rows + 1], 0, "int32")?,
@@ -124,7 +127,11 @@ impl Objects {
         Ok(Shown {
             groups: groups.collect::<PyResult<_>>()?,
             seq_lens: Bound1::new(self.seq_lens.bind(py), "seq_lens", &[shape.rows])?,
-            query_start_loc: Bound1::new(self.query_start_loc.bind(py), "query_start_loc", &[shape.rows + 1])?,
+            query_start_loc: Bound1::new(
+                self.query_start_loc.bind(py),
+                "query_start_loc",
+                &[shape.rows + 1],
+            )?,
             positions: Bound1::new(self.positions.bind(py), "positions", &step)?,
         })
     }

@@ -49,10 +49,17 @@ impl Batch {
         self.inner.owner.error(py, error)
     }
 
-    fn object(&self, py: Python<'_>, pick: impl FnOnce(&Objects) -> Option<&Py<PyAny>>) -> PyResult<Py<PyAny>> {
+    fn object(
+        &self,
+        py: Python<'_>,
+        pick: impl FnOnce(&Objects) -> Option<&Py<PyAny>>,
+    ) -> PyResult<Py<PyAny>> {
         let objects = self.objects.lock().unwrap_or_else(PoisonError::into_inner);
         pick(&objects).map(|o| o.clone_ref(py)).ok_or_else(|| {
-            InvalidArgument::new_err(format!("there is no such layer group; the spec has {}", objects.block_table.len()))
+            InvalidArgument::new_err(format!(
+                "there is no such layer group; the spec has {}",
+                objects.block_table.len()
+            ))
         })
     }
 }
@@ -86,9 +93,9 @@ impl Batch {
         };
         let done = match counts {
             None => self.inner.core.step(None, budget, |_| ()),
-            Some(counts) => {
-                args::with_int32(counts, "counts", |counts| self.inner.core.step(Some(counts), budget, |_| ()))?
-            }
+            Some(counts) => args::with_int32(counts, "counts", |counts| {
+                self.inner.core.step(Some(counts), budget, |_| ())
+            })?,
         };
         done.map_err(|e| self.error(py, &e))?;
         Ok(self.step.clone_ref(py))
@@ -304,7 +311,8 @@ impl Step {
         refused
             .into_iter()
             .map(|(row, refusal)| {
-                let core = self.inner.core.sequence(row as usize).map_err(|e| self.inner.owner.error(py, &e))?;
+                let core =
+                    self.inner.core.sequence(row as usize).map_err(|e| self.inner.owner.error(py, &e))?;
                 let sequence = core.map(|core| Sequence { owner: self.inner.owner.clone(), core });
                 Refusal::new(py, &self.inner.owner, row, sequence, &refusal)
             })

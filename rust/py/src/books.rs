@@ -45,7 +45,10 @@ pub(crate) fn in_bytes(core: &Core, error: &LedgerError) -> String {
         ),
         LedgerError::Unknown { tenant } => format!("there is no tenant {}", name_of(core, tenant)),
         LedgerError::Scope { scope } => {
-            format!("a tenant publishes into itself and the tenants above it; {:?} is neither", name_of(core, scope))
+            format!(
+                "a tenant publishes into itself and the tenants above it; {:?} is neither",
+                name_of(core, scope)
+            )
         }
         ref other => other.to_string(),
     }
@@ -79,7 +82,10 @@ impl Admission {
             Verdict::Wait => ("wait", sentence(core, &refusal)),
             Verdict::Never => (
                 "never",
-                format!("{need} bytes are needed, and {} can never have more than {room}", name_of(core, tenant)),
+                format!(
+                    "{need} bytes are needed, and {} can never have more than {room}",
+                    name_of(core, tenant)
+                ),
             ),
         };
         let behind =
@@ -240,10 +246,9 @@ impl Stats {
     }
 
     fn __getitem__(&self, name: &str) -> PyResult<u64> {
-        self.counts
-            .get(name)
-            .copied()
-            .ok_or_else(|| pyo3::exceptions::PyKeyError::new_err(format!("{name:?}; known are {:?}", self.keys())))
+        self.counts.get(name).copied().ok_or_else(|| {
+            pyo3::exceptions::PyKeyError::new_err(format!("{name:?}; known are {:?}", self.keys()))
+        })
     }
 
     fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
@@ -259,7 +264,8 @@ impl Stats {
     }
 
     fn __repr__(&self) -> String {
-        let shown: Vec<_> = self.counts.iter().filter(|c| *c.1 > 0).map(|(k, v)| format!("{k}={v}")).collect();
+        let shown: Vec<_> =
+            self.counts.iter().filter(|c| *c.1 > 0).map(|(k, v)| format!("{k}={v}")).collect();
         format!("<kvalloc.Stats {}>", shown.join(" "))
     }
 }
@@ -330,7 +336,9 @@ impl Events {
 
     fn __getitem__(&self, py: Python<'_>, at: usize) -> PyResult<Py<PyDict>> {
         let event = self.events.get(at).map(|e| e.clone_ref(py));
-        event.ok_or_else(|| pyo3::exceptions::PyIndexError::new_err(format!("event {at} of {}", self.events.len())))
+        event.ok_or_else(|| {
+            pyo3::exceptions::PyIndexError::new_err(format!("event {at} of {}", self.events.len()))
+        })
     }
 
     fn __repr__(&self) -> String {

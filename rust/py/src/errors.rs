@@ -27,7 +27,11 @@ pub(crate) use exceptions::{ClosedError, InvalidArgument, TenantError, UnknownTe
 
 /// A tenant as a person knows it.
 pub(crate) fn name_of(pool: &Pool, tenant: TenantId) -> String {
-    if tenant == ROOT { "the pool".into() } else { pool.ledger().name(tenant).unwrap_or_else(|| tenant.to_string()) }
+    if tenant == ROOT {
+        "the pool".into()
+    } else {
+        pool.ledger().name(tenant).unwrap_or_else(|| tenant.to_string())
+    }
 }
 
 pub(crate) fn why(why: Why) -> &'static str {
@@ -62,8 +66,12 @@ pub(crate) fn sentence(pool: &Pool, refusal: &Refusal) -> String {
             "{tenant} asked for {asked} bytes; {room} are free, but in extents that serve pages of another size: \
              wait until those are empty"
         ),
-        Why::Row => format!("{tenant} asked for {asked} tokens, and a row of this batch shows at most {room}"),
-        Why::Budget => format!("{tenant} asked for {asked} tokens, and a step of this batch shows at most {room}"),
+        Why::Row => {
+            format!("{tenant} asked for {asked} tokens, and a row of this batch shows at most {room}")
+        }
+        Why::Budget => {
+            format!("{tenant} asked for {asked} tokens, and a step of this batch shows at most {room}")
+        }
     }
 }
 
@@ -98,7 +106,9 @@ pub(crate) fn raised(py: Python<'_>, pool: &Pool, error: &Error) -> PyErr {
             with::<exceptions::OutOfPages>(py, sentence(pool, refusal), |v| set_refusal(pool, refusal, v))
         }
         Error::Never(refusal) => admission(py, pool, "never", refusal),
-        Error::Busy(_) => exceptions::SequenceBusy::new_err(format!("{text}; use it from one thread at a time")),
+        Error::Busy(_) => {
+            exceptions::SequenceBusy::new_err(format!("{text}; use it from one thread at a time"))
+        }
         Error::Closed(_) => ClosedError::new_err(text),
         Error::Stale { count, first } => with::<exceptions::StaleReference>(py, text, |v| {
             v.setattr("count", count)?;

@@ -26,7 +26,7 @@ mod _core {
     #[pymodule_export]
     use crate::pages::Pages;
     #[pymodule_export]
-    use crate::pool::{Pool, _forked};
+    use crate::pool::{_forked, Pool};
     #[pymodule_export]
     use crate::sequence::Sequence;
     #[pymodule_export]

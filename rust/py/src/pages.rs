@@ -56,9 +56,13 @@ fn keys(value: &Bound<'_, PyAny>) -> PyResult<Vec<Key>> {
             if let Ok(bytes) = item.cast::<PyBytes>() {
                 return Ok(Key::Bytes(bytes.as_bytes().to_vec()));
             }
-            let int = if item.is_instance_of::<PyInt>() { item.clone() } else { item.call_method0("__index__")? };
+            let int =
+                if item.is_instance_of::<PyInt>() { item.clone() } else { item.call_method0("__index__")? };
             int.extract().map(Key::Int).map_err(|_| {
-                InvalidArgument::new_err(format!("key {} at position {at} is neither bytes nor a 128-bit int", args::shown(&item)))
+                InvalidArgument::new_err(format!(
+                    "key {} at position {at} is neither bytes nor a 128-bit int",
+                    args::shown(&item)
+                ))
             })
         })
         .collect()
@@ -143,7 +147,8 @@ impl Pages {
         let tenant = self.tenant(tenant)?;
         let keys = self::keys(keys)?;
         let keys: Vec<_> = keys.iter().map(Key::as_core).collect();
-        let found = self.core.find_all(tenant, GroupId(group), &keys).map_err(|e| self.owner.error(py, &e))?;
+        let found =
+            self.core.find_all(tenant, GroupId(group), &keys).map_err(|e| self.owner.error(py, &e))?;
         arrays::uint64(py, &found.iter().map(|p| p.map_or(MISS, PageRef::to_bits)).collect::<Vec<_>>())
     }
 

@@ -145,7 +145,9 @@ impl Pool {
             "system" => false,
             "manual" => true,
             other => {
-                return Err(InvalidArgument::new_err(format!("clock is {other:?}; it is \"system\" or \"manual\"")));
+                return Err(InvalidArgument::new_err(format!(
+                    "clock is {other:?}; it is \"system\" or \"manual\""
+                )));
             }
         };
         let options = Options {
@@ -158,7 +160,8 @@ impl Pool {
             events,
             force_collisions,
         };
-        let core = Core::new(geometry.clone(), &options).map_err(|e| InvalidArgument::new_err(e.to_string()))?;
+        let core =
+            Core::new(geometry.clone(), &options).map_err(|e| InvalidArgument::new_err(e.to_string()))?;
         let owner = Owner { core: Arc::new(core), born: FORKS.load(Ordering::Relaxed) };
         let default = default_tenant
             .map(|name| owner.core.ledger().create(kvalloc_core::ledger::ROOT, name, &Default::default()))
@@ -196,7 +199,7 @@ impl Pool {
         let (ids, length) = if prompt_ids.is_instance_of::<PyInt>() {
             (Vec::new(), args::number(prompt_ids, "the prompt's length", 1, u64::from(u32::MAX))? as u32)
         } else {
-            let ids = args::tokens(prompt_ids)?;
+            let ids = args::tokens(prompt_ids, 0)?;
             let length = ids.len() as u32;
             (ids, length)
         };
@@ -226,7 +229,7 @@ impl Pool {
     ) -> PyResult<Sequence> {
         let core = self.live()?;
         let id = self.owner.tenant(tenant, self.default)?;
-        let tokens = args::tokens(prompt_ids)?;
+        let tokens = args::tokens(prompt_ids, max_new_tokens as usize)?;
         let share = share.unwrap_or_default();
         let share = share
             .iter()
@@ -239,7 +242,7 @@ impl Pool {
         let adapter = adapter.map(text_or_bytes).transpose()?;
         let extra_key = extra_key.map(text_or_bytes).transpose()?;
         let open = Open {
-            tokens: &tokens,
+            tokens,
             max_new_tokens,
             admit,
             share: &share,
@@ -250,7 +253,8 @@ impl Pool {
             protection_ms: ttl.unwrap_or(0),
         };
         // Hashing a long prompt takes longer than letting go of the interpreter.
-        let opened = if tokens.len() > LONG_PROMPT { py.detach(|| core.open(id, &open)) } else { core.open(id, &open) };
+        let long = open.tokens.len() > LONG_PROMPT;
+        let opened = if long { py.detach(|| core.open(id, open)) } else { core.open(id, open) };
         match opened {
             Ok(sequence) => Ok(Sequence { owner: self.owner.clone(), core: sequence }),
             Err(Error::Refused(refusal)) if admit => Err(errors::admission(py, core, "wait", &refusal)),
@@ -269,7 +273,8 @@ impl Pool {
     ) -> PyResult<Batch> {
         let core = self.live()?;
         let rows = args::number(max_sequences, "max_sequences", 1, 1 << 20)?;
-        let tokens = args::number(max_tokens, "max_tokens", 1, u64::from(kvalloc_core::sequence::MAX_TOKENS))?;
+        let tokens =
+            args::number(max_tokens, "max_tokens", 1, u64::from(kvalloc_core::sequence::MAX_TOKENS))?;
         let default = tokens.max(8192) + rows;
         let step = match max_step_tokens {
             Some(value) => args::number(value, "max_step_tokens", rows, 1 << 30)?,
@@ -281,7 +286,8 @@ impl Pool {
                 "a block table of {rows} rows of {pages} pages; at most 2^31 entries: use fewer rows or shorter ones"
             )));
         }
-        let shape = Shape { rows: rows as usize, tokens: tokens as u32, pages: pages as usize, step: step as u32 };
+        let shape =
+            Shape { rows: rows as usize, tokens: tokens as u32, pages: pages as usize, step: step as u32 };
         Batch::new(py, &self.owner, shape)
     }
 
@@ -420,7 +426,7 @@ impl Pool {
             return Ok("<kvalloc.Pool, closed>".into());
         }
         let (capacity, free) = core.room_in(Tier::Device);
-        let format = py.import("kvalloc.bytes")?.getattr("format_bytes")?;
+        let format = py.import("kvalloc.sizes")?.getattr("format_bytes")?;
         Ok(format!(
             "<kvalloc.Pool {} free of {}, {} tenants>",
             format.call1((free,))?,
@@ -440,7 +446,9 @@ pub(crate) fn milliseconds(name: &str, seconds: Option<f64>) -> PyResult<Option<
     if seconds >= 0.0 && ms < 1e15 {
         Ok(Some(ms as u64))
     } else {
-        Err(InvalidArgument::new_err(format!("{name} is {seconds} seconds; it must be a number from 0 to 10^12")))
+        Err(InvalidArgument::new_err(format!(
+            "{name} is {seconds} seconds; it must be a number from 0 to 10^12"
+        )))
     }
 }
 

@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use kvalloc_core::{sequence::{Counts, Sequence as Core}, word::GroupId};
+use kvalloc_core::{
+    sequence::{Counts, Sequence as Core},
+    word::GroupId,
+};
 use pyo3::prelude::*;
 
 use crate::{args, arrays, errors::name_of, pool::Owner, tenant::Tenant};
@@ -118,7 +121,7 @@ impl Sequence {
     /// Further tokens whose ids are known.
     fn extend(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<()> {
         self.owner.live()?;
-        let tokens = args::tokens(ids)?;
+        let tokens = args::tokens(ids, 0)?;
         self.core.extend(&tokens).map_err(|e| self.owner.error(py, &e))
     }
 

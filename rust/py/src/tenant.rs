@@ -38,7 +38,8 @@ impl std::hash::Hash for Tenant {
     }
 }
 
-const POLICY: [&str; 8] = ["reserve", "limit", "weight", "priority", "parent", "publish", "pin_budget", "lend"];
+const POLICY: [&str; 8] =
+    ["reserve", "limit", "weight", "priority", "parent", "publish", "pin_budget", "lend"];
 
 /// Units of so many bytes: reserves and budgets round up, limits down.
 fn units(core: &Core, value: &Bound<'_, PyAny>, name: &str, up: bool) -> PyResult<Units> {
@@ -49,7 +50,9 @@ fn units(core: &Core, value: &Bound<'_, PyAny>, name: &str, up: bool) -> PyResul
     match u32::try_from(units) {
         Ok(units) => Ok(Units(units)),
         Err(_) if !up => Ok(Units(u32::MAX)),
-        Err(_) => Err(TenantError::new_err(format!("{name} is {bytes} bytes, more than any pool of this spec can have"))),
+        Err(_) => Err(TenantError::new_err(format!(
+            "{name} is {bytes} bytes, more than any pool of this spec can have"
+        ))),
     }
 }
 
@@ -70,7 +73,9 @@ fn apply(owner: &Owner, policy: &mut Policy, changes: &Bound<'_, PyDict>) -> PyR
             "publish" => policy.publish = publish(owner, &value)?,
             "parent" => {}
             other => {
-                return Err(InvalidArgument::new_err(format!("{other} is no part of a policy; those are {POLICY:?}")));
+                return Err(InvalidArgument::new_err(format!(
+                    "{other} is no part of a policy; those are {POLICY:?}"
+                )));
             }
         }
     }
@@ -83,7 +88,8 @@ fn publish(owner: &Owner, value: &Bound<'_, PyAny>) -> PyResult<Vec<(TenantId, O
         return dict
             .iter()
             .map(|(scope, most)| {
-                let most = if most.is_none() { None } else { Some(units(&owner.core, &most, "publish", false)?) };
+                let most =
+                    if most.is_none() { None } else { Some(units(&owner.core, &most, "publish", false)?) };
                 Ok((owner.tenant(&scope, None)?, most))
             })
             .collect();
@@ -136,8 +142,10 @@ fn change(owner: &Owner, id: TenantId, changes: &Bound<'_, PyDict>) -> PyResult<
 
 /// The sum over all tenants of a figure in units, as bytes.
 pub(crate) fn sum(core: &Core, figure: impl Fn(&CoreUsage) -> u32) -> u64 {
-    let units: u64 =
-        std::iter::once(ROOT).chain(core.ledger().ids()).map(|t| u64::from(figure(&core.ledger().usage(Tier::Device, t)))).sum();
+    let units: u64 = std::iter::once(ROOT)
+        .chain(core.ledger().ids())
+        .map(|t| u64::from(figure(&core.ledger().usage(Tier::Device, t))))
+        .sum();
     units * core.spec().unit()
 }
 
@@ -265,7 +273,7 @@ impl Tenant {
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        let format = py.import("kvalloc.bytes")?.getattr("format_bytes")?;
+        let format = py.import("kvalloc.sizes")?.getattr("format_bytes")?;
         let show = |bytes: u64| format.call1((bytes,))?.extract::<String>();
         let limit = self.limit()?.map_or(Ok("none".to_owned()), show)?;
         Ok(format!(
@@ -314,6 +322,8 @@ impl Usage {
 impl Usage {
     fn __repr__(&self) -> String {
         let Self { held, cached, pinned, promised, charged, .. } = self;
-        format!("Usage(held={held}, cached={cached}, pinned={pinned}, promised={promised}, charged={charged})")
+        format!(
+            "Usage(held={held}, cached={cached}, pinned={pinned}, promised={promised}, charged={charged})"
+        )
     }
 }

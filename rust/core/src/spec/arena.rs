@@ -23,7 +23,7 @@ impl Spec {
     /// Cuts an arena of at most `bytes`.
     ///
     /// One size: extents of up to 512 frames, at least 8 extents if there are 8 frames. Several sizes: multiples of the
-    /// granule, as many extents as there are sizes at least, 32 if possible.
+    /// granule, as many extents as there are sizes at least, 128 if possible.
     pub fn arena(&self, bytes: u64) -> Result<ArenaLayout, SpecError> {
         let reserved = self.sizes[self.sizes.len() - 1];
         let smallest = self.sizes[0];
@@ -42,7 +42,7 @@ impl Spec {
                 let needed = self.granule.saturating_mul(least);
                 return Err(SpecError::ArenaTooSmall { bytes, needed });
             }
-            let per_extent = (512 * smallest / self.granule).min(granules / 32).max(1);
+            let per_extent = (512 * smallest / self.granule).min(granules / 128).max(1);
             let extent = per_extent * self.granule;
             (bytes / extent * extent, extent)
         };
