@@ -28,6 +28,43 @@ pub(crate) fn number(value: &Bound<'_, PyAny>, name: &str, least: u64, most: u64
     }
 }
 
+/// Functions that read one argument each, so that an error can name it: name, type, least and most.
+macro_rules! numbers {
+    ($($name:ident: $int:ident, $least:expr, $most:expr;)+) => {$(
+        pub(crate) fn $name(value: &Bound<'_, PyAny>) -> PyResult<$int> {
+            Ok(number(value, stringify!($name), $least, $most as u64)? as $int)
+        }
+    )+};
+}
+
+numbers! {
+    group: u8, 0, u8::MAX;
+    max_tenants: u32, 1, u32::MAX;
+    events: u32, 0, u32::MAX;
+    max_new_tokens: u32, 0, u32::MAX;
+    adapter_generation: u64, 0, u64::MAX;
+    priority: u8, 0, 100;
+    tokens_to_pin: u32, 0, u32::MAX;
+    max: usize, 0, usize::MAX;
+}
+
+/// Whether this is one number and not an array of one.
+pub(crate) fn is_number(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    Ok(value.is_instance_of::<PyInt>() || value.hasattr("__index__")? && !value.hasattr("__len__")?)
+}
+
+/// A keyword that may be left out, where `None` is a value. Written `...` in Python.
+#[derive(Debug)]
+pub(crate) struct Given<'py>(pub(crate) Option<Bound<'py, PyAny>>);
+
+impl<'py> FromPyObject<'_, 'py> for Given<'py> {
+    type Error = std::convert::Infallible;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> Result<Self, Self::Error> {
+        Ok(Self((!value.is(value.py().Ellipsis())).then(|| value.to_owned())))
+    }
+}
+
 fn index(value: &Bound<'_, PyAny>) -> Option<i128> {
     if value.is_instance_of::<PyInt>() {
         return value.extract().ok();
@@ -49,17 +86,6 @@ fn flat<T: Element>(value: &Bound<'_, PyAny>) -> Option<PyBuffer<T>> {
     PyBuffer::<T>::get(value).ok().filter(|b| b.dimensions() == 1 && b.is_c_contiguous())
 }
 
-/// What a buffer holds now. Python may write to it at any time from another thread, so this copies element by element
-/// into memory of our own and hands out no reference.
-fn copied<T: Element, R>(buffer: &PyBuffer<T>, more: usize, each: impl Fn(T) -> R) -> Vec<R> {
-    let n = buffer.item_count();
-    let start = buffer.buf_ptr().cast::<T>().cast_const();
-    let mut copy = Vec::with_capacity(n.saturating_add(more));
-    // SAFETY: the exporter keeps `n` elements of T, contiguous (checked in `flat`), at this address while `buffer` lives.
-    copy.extend((0..n).map(|at| each(unsafe { start.add(at).read_unaligned() })));
-    copy
-}
-
 /// The elements of a buffer of any integer type.
 fn integers<R>(
     value: &Bound<'_, PyAny>,
@@ -68,7 +94,8 @@ fn integers<R>(
     macro_rules! try_type {
         ($($int:ty),*) => {$(
             if let Some(buffer) = flat::<$int>(value) {
-                return copied(&buffer, 0, |n| n).into_iter().map(|n| each(n.into())).collect::<PyResult<_>>().map(Some);
+                let numbers = buffer.to_vec(value.py())?;
+                return numbers.into_iter().map(|n| each(n.into())).collect::<PyResult<_>>().map(Some);
             }
         )*};
     }
@@ -88,7 +115,10 @@ pub(crate) fn tokens(value: &Bound<'_, PyAny>, more: usize) -> PyResult<Vec<u32>
         InvalidArgument::new_err(format!("token id {id} at position {at}; ids go from 0 to {MOST}"))
     };
     if let Some(buffer) = flat::<i32>(value) {
-        let ids = copied(&buffer, more.min(MOST_ROOM), |id| id as u32);
+        let mut ids = Vec::with_capacity(buffer.item_count().saturating_add(more.min(MOST_ROOM)));
+        ids.resize(buffer.item_count(), 0i32);
+        buffer.copy_to_slice(value.py(), &mut ids)?;
+        let ids: Vec<u32> = ids.into_iter().map(|id| id as u32).collect(); // in place
         // Every bit of every id at once: the loop has no branch.
         if ids.iter().fold(0, |bits, id| bits | id) <= i32::MAX as u32 {
             return Ok(ids);
@@ -145,14 +175,15 @@ fn token(item: &Bound<'_, PyAny>, at: usize) -> PyResult<u32> {
     }
 }
 
-/// int32 numbers per row, read from an array without a copy where possible.
+/// int32 numbers per row.
 pub(crate) fn with_int32<R>(
     value: &Bound<'_, PyAny>,
     name: &str,
     f: impl FnOnce(&[i32]) -> R,
 ) -> PyResult<R> {
     if let Some(buffer) = flat::<i32>(value) {
-        return Ok(f(&copied(&buffer, 0, |n| n)));
+        // Python may write to the buffer at any time, so the core gets a copy.
+        return Ok(f(&buffer.to_vec(value.py())?));
     }
     let outside =
         |n: &dyn std::fmt::Display| InvalidArgument::new_err(format!("{name}: {n} is not an int32 number"));
@@ -196,4 +227,28 @@ pub(crate) fn references(value: &Bound<'_, PyAny>) -> PyResult<Vec<PageRef>> {
                 .and_then(reference)
         })
         .collect()
+}
+
+/// Seconds as milliseconds.
+pub(crate) fn milliseconds(name: &str, seconds: Option<f64>) -> PyResult<Option<u64>> {
+    let Some(seconds) = seconds else { return Ok(None) };
+    let ms = (seconds * 1000.0).ceil();
+    if seconds >= 0.0 && ms < 1e15 {
+        Ok(Some(ms as u64))
+    } else {
+        Err(InvalidArgument::new_err(format!(
+            "{name} is {seconds} seconds; it must be a number from 0 to 10^12"
+        )))
+    }
+}
+
+/// A key as the hash takes it.
+pub(crate) fn text_or_bytes(value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    if let Ok(text) = value.cast::<PyString>() {
+        return Ok(text.to_str()?.as_bytes().to_vec());
+    }
+    if let Ok(bytes) = value.cast::<PyBytes>() {
+        return Ok(bytes.as_bytes().to_vec());
+    }
+    Err(InvalidArgument::new_err(format!("keys are text or bytes, not {}", shown(value))))
 }

@@ -2,26 +2,26 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvalloc_core::{
-    arrays::Shape,
-    batch::{Batch as Core, Copy},
-    error::{Error, Refusal as CoreRefusal},
-    word::GroupId,
+use kvalloc_core::{arrays::Shape, batch::Batch as Core, error::Error, word::GroupId};
+use pyo3::{
+    prelude::*,
+    types::{PyList, PyTuple},
 };
-use pyo3::{IntoPyObjectExt, prelude::*, types::PyDict};
 
 use crate::{
     args,
     arrays::{self, Objects},
-    errors::{InvalidArgument, sentence, why},
-    pool::Owner,
+    errors::InvalidArgument,
+    owner::Owner,
     sequence::Sequence,
+    step::Step,
 };
 
+/// What a batch and its steps share.
 #[derive(Debug)]
-struct Inner {
-    owner: Owner,
-    core: Core,
+pub(crate) struct Inner {
+    pub(crate) owner: Owner,
+    pub(crate) core: Core,
 }
 
 /// Rows that persist between steps, and the arrays that kernels read.
@@ -41,7 +41,7 @@ impl Batch {
         let shown = objects.bind(py, shape)?;
         let core = Core::new(pool, shape, Box::new(shown)).map_err(|e| owner.error(py, &e))?;
         let inner = Arc::new(Inner { owner: owner.clone(), core });
-        let step = Py::new(py, Step { inner: Arc::clone(&inner) })?;
+        let step = Py::new(py, Step::new(&inner))?;
         Ok(Self { inner, step, objects: Mutex::new(objects), shape })
     }
 
@@ -112,39 +112,36 @@ impl Batch {
         done.map_err(|e| self.error(py, &e))
     }
 
-    /// Use arrays of one's own from now on: dicts or lists by group for `block_table` and `slot_mapping`.
-    #[pyo3(signature = (**own))]
-    fn bind(&self, py: Python<'_>, own: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
+    /// x
+    #[pyo3(signature = (
+        *, block_table = None, slot_mapping = None, seq_lens = None, query_start_loc = None, positions = None
+    ))]
+    fn bind(
+        &self,
+        py: Python<'_>,
+        block_table: Option<&Bound<'_, PyAny>>,
+        slot_mapping: Option<&Bound<'_, PyAny>>,
+        seq_lens: Option<&Bound<'_, PyAny>>,
+        query_start_loc: Option<&Bound<'_, PyAny>>,
+        positions: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         self.inner.owner.live()?;
-        let Some(own) = own else { return Ok(()) };
         let mut objects = self.objects.lock().unwrap_or_else(PoisonError::into_inner).clone_ref(py);
-        for (name, value) in own {
-            let name: String = name.extract()?;
-            let groups = objects.block_table.len();
-            let per_group = |value: &Bound<'_, PyAny>| -> PyResult<Vec<Py<PyAny>>> {
-                if groups == 1 && !value.is_instance_of::<pyo3::types::PyList>() {
-                    return Ok(vec![as_array(value)?]);
-                }
-                let list = value.try_iter()?.map(|v| as_array(&v?)).collect::<PyResult<Vec<_>>>()?;
-                if list.len() == groups {
-                    Ok(list)
-                } else {
-                    Err(InvalidArgument::new_err(format!("{} arrays for {groups} layer groups", list.len())))
-                }
-            };
-            match name.as_str() {
-                "block_table" => objects.block_table = per_group(&value)?,
-                "slot_mapping" => objects.slot_mapping = per_group(&value)?,
-                "seq_lens" => objects.seq_lens = as_array(&value)?,
-                "query_start_loc" => objects.query_start_loc = as_array(&value)?,
-                "positions" => objects.positions = as_array(&value)?,
-                other => {
-                    return Err(InvalidArgument::new_err(format!(
-                        "{other} is no array of a batch; those are block_table, slot_mapping, seq_lens, \
-                         query_start_loc, positions"
-                    )));
-                }
-            }
+        let groups = objects.block_table.len();
+        if let Some(arrays) = block_table {
+            objects.block_table = per_group(arrays, "block_table", groups)?;
+        }
+        if let Some(arrays) = slot_mapping {
+            objects.slot_mapping = per_group(arrays, "slot_mapping", groups)?;
+        }
+        if let Some(array) = seq_lens {
+            objects.seq_lens = as_array(array)?;
+        }
+        if let Some(array) = query_start_loc {
+            objects.query_start_loc = as_array(array)?;
+        }
+        if let Some(array) = positions {
+            objects.positions = as_array(array)?;
         }
         let shown = objects.bind(py, self.shape)?;
         self.inner.core.bind(Box::new(shown)).map_err(|e| self.error(py, &e))?;
@@ -153,13 +150,21 @@ impl Batch {
     }
 
     #[pyo3(signature = (group = 0))]
-    fn block_table(&self, py: Python<'_>, group: usize) -> PyResult<Py<PyAny>> {
-        self.object(py, |o| o.block_table.get(group))
+    fn block_table(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = args::group)] group: u8,
+    ) -> PyResult<Py<PyAny>> {
+        self.object(py, |o| o.block_table.get(usize::from(group)))
     }
 
     #[pyo3(signature = (group = 0))]
-    fn slot_mapping(&self, py: Python<'_>, group: usize) -> PyResult<Py<PyAny>> {
-        self.object(py, |o| o.slot_mapping.get(group))
+    fn slot_mapping(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = args::group)] group: u8,
+    ) -> PyResult<Py<PyAny>> {
+        self.object(py, |o| o.slot_mapping.get(usize::from(group)))
     }
 
     #[getter]
@@ -179,7 +184,11 @@ impl Batch {
 
     /// The tables as FlashInfer reads them: kv_indptr, kv_indices, kv_last_page_len.
     #[pyo3(signature = (group = 0))]
-    fn csr(&self, py: Python<'_>, group: u8) -> PyResult<(Py<PyAny>, Py<PyAny>, Py<PyAny>)> {
+    fn csr(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = args::group)] group: u8,
+    ) -> PyResult<(Py<PyAny>, Py<PyAny>, Py<PyAny>)> {
         self.inner.owner.live()?;
         let (mut indptr, mut indices, mut last) = (Vec::new(), Vec::new(), Vec::new());
         self.inner
@@ -262,124 +271,23 @@ impl Batch {
     }
 }
 
+/// One array for each layer group; alone if there is one group.
+fn per_group(value: &Bound<'_, PyAny>, name: &str, groups: usize) -> PyResult<Vec<Py<PyAny>>> {
+    if groups == 1 && !value.is_instance_of::<PyList>() && !value.is_instance_of::<PyTuple>() {
+        return Ok(vec![as_array(value)?]);
+    }
+    let list = value.try_iter()?.map(|v| as_array(&v?)).collect::<PyResult<Vec<_>>>()?;
+    if list.len() == groups {
+        Ok(list)
+    } else {
+        Err(InvalidArgument::new_err(format!("{name}: {} arrays for {groups} layer groups", list.len())))
+    }
+}
+
 /// Something with a buffer as it is; a tensor on the host as the array that shares its memory.
 fn as_array(value: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
     if value.hasattr("__array_interface__")? || !value.hasattr("__dlpack__")? {
         return Ok(value.clone().unbind());
     }
     Ok(value.py().import("numpy")?.call_method1("from_dlpack", (value,))?.unbind())
-}
-
-/// What the batch's last step did. The object is the batch's own and shows its newest step.
-#[pyclass(frozen, module = "kvalloc")]
-#[derive(Debug)]
-pub(crate) struct Step {
-    inner: Arc<Inner>,
-}
-
-impl Step {
-    fn last<R>(&self, py: Python<'_>, see: impl FnOnce(&kvalloc_core::batch::Step) -> R) -> PyResult<R> {
-        self.inner.core.last(see).map_err(|e| self.inner.owner.error(py, &e))
-    }
-}
-
-#[pymethods]
-impl Step {
-    /// Tokens in the arrays.
-    #[getter]
-    fn num_tokens(&self, py: Python<'_>) -> PyResult<u32> {
-        self.last(py, |s| s.num_tokens)
-    }
-
-    /// Rows in the arrays.
-    #[getter]
-    fn num_rows(&self, py: Python<'_>) -> PyResult<u32> {
-        self.last(py, |s| s.num_rows)
-    }
-
-    /// Tokens per row, int32.
-    #[getter]
-    fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let counts: Vec<i32> = self.last(py, |s| s.counts.iter().map(|&c| c as i32).collect())?;
-        arrays::int32(py, &counts)
-    }
-
-    /// Rows that got nothing, and why.
-    #[getter]
-    fn refused(&self, py: Python<'_>) -> PyResult<Vec<Refusal>> {
-        let refused = self.last(py, |s| s.refused.clone())?;
-        refused
-            .into_iter()
-            .map(|(row, refusal)| {
-                let core =
-                    self.inner.core.sequence(row as usize).map_err(|e| self.inner.owner.error(py, &e))?;
-                let sequence = core.map(|core| Sequence { owner: self.inner.owner.clone(), core });
-                Refusal::new(py, &self.inner.owner, row, sequence, &refusal)
-            })
-            .collect()
-    }
-
-    /// Frames to copy before the kernels run, int32 [n, 3]: layer group, source, destination.
-    #[getter]
-    fn copies<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let rows = |c: &Copy| [i32::from(c.group.0), c.from.0 as i32, c.to.0 as i32];
-        let copies: Vec<i32> = self.last(py, |s| s.copies.iter().flat_map(rows).collect())?;
-        arrays::int32(py, &copies)?.call_method1("reshape", (-1, 3))
-    }
-
-    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        self.last(py, |s| {
-            format!(
-                "<kvalloc.Step {} tokens in {} rows, {} refused, {} copies>",
-                s.num_tokens,
-                s.num_rows,
-                s.refused.len(),
-                s.copies.len()
-            )
-        })
-    }
-}
-
-/// A row that could not grow.
-#[pyclass(frozen, get_all, module = "kvalloc")]
-#[derive(Debug)]
-pub(crate) struct Refusal {
-    /// Its row in this step.
-    row: u32,
-    /// Its sequence.
-    sequence: Py<PyAny>,
-    /// One word for the reason.
-    why: &'static str,
-    /// The reason as a sentence.
-    reason: String,
-    /// Bytes it needs.
-    needed_bytes: u64,
-    /// Bytes there are.
-    room: u64,
-}
-
-impl Refusal {
-    fn new(
-        py: Python<'_>,
-        owner: &Owner,
-        row: u32,
-        sequence: Option<Sequence>,
-        refusal: &CoreRefusal,
-    ) -> PyResult<Self> {
-        Ok(Self {
-            row,
-            sequence: sequence.into_py_any(py)?,
-            why: why(refusal.why),
-            reason: sentence(&owner.core, refusal),
-            needed_bytes: refusal.asked,
-            room: refusal.room,
-        })
-    }
-}
-
-#[pymethods]
-impl Refusal {
-    fn __repr__(&self) -> String {
-        format!("<kvalloc.Refusal row {}: {}>", self.row, self.reason)
-    }
 }

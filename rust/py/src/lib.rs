@@ -10,27 +10,42 @@ mod arrays;
 mod batch;
 mod books;
 mod errors;
+mod events;
+mod owner;
 mod pages;
+mod pin;
 mod pool;
 mod sequence;
 mod spec;
+mod stats;
+mod step;
 mod tenant;
 
 /// The native half of kvalloc.
 #[pymodule(gil_used = false)]
 mod _core {
     #[pymodule_export]
-    use crate::batch::{Batch, Refusal, Step};
+    use crate::batch::Batch;
     #[pymodule_export]
-    use crate::books::{Admission, AuditReport, Balance, Events, Pin, Stats};
+    use crate::books::{Admission, AuditReport, Balance};
+    #[pymodule_export]
+    use crate::events::Events;
+    #[pymodule_export]
+    use crate::owner::_forked;
     #[pymodule_export]
     use crate::pages::Pages;
     #[pymodule_export]
-    use crate::pool::{_forked, Pool};
+    use crate::pin::Pin;
+    #[pymodule_export]
+    use crate::pool::Pool;
     #[pymodule_export]
     use crate::sequence::Sequence;
     #[pymodule_export]
     use crate::spec::Spec;
+    #[pymodule_export]
+    use crate::stats::Stats;
+    #[pymodule_export]
+    use crate::step::{Refusal, Step};
     #[pymodule_export]
     use crate::tenant::{Tenant, Usage};
     #[pymodule_export]

@@ -1,9 +1,6 @@
 //! `kvalloc.Pool`.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU32, Ordering},
-};
+use std::sync::Arc;
 
 use kvalloc_core::{
     arrays::Shape,
@@ -14,82 +11,22 @@ use kvalloc_core::{
     spec::Spec as CoreSpec,
     word::{TenantId, Tier},
 };
-use pyo3::{
-    prelude::*,
-    types::{PyBytes, PyInt, PyString},
-};
+use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
-    args,
+    args::{self, Given, milliseconds, text_or_bytes},
     batch::Batch,
-    books::{Admission, AuditReport, Events, Pin, Stats},
-    errors::{self, ClosedError, InvalidArgument, UnknownTenant, WrongPool, raised},
+    books::{Admission, AuditReport},
+    errors::{self, InvalidArgument},
+    events::Events,
+    owner::Owner,
     pages::Pages,
+    pin::Pin,
     sequence::Sequence,
     spec::Spec,
-    tenant::{self, Tenant},
+    stats::Stats,
+    tenant::{self, Changes, Tenant},
 };
-
-/// How often this process is a fork of another: pools of the parent are not the child's.
-static FORKS: AtomicU32 = AtomicU32::new(0);
-
-/// Called in the child after a fork.
-#[pyfunction]
-pub(crate) fn _forked() {
-    FORKS.fetch_add(1, Ordering::Relaxed);
-}
-
-/// A pool and the process it belongs to.
-#[derive(Clone, Debug)]
-pub(crate) struct Owner {
-    pub(crate) core: Arc<Core>,
-    born: u32,
-}
-
-impl Owner {
-    /// The books, unless this process is a fork of the one that made them.
-    #[inline]
-    pub(crate) fn live(&self) -> PyResult<&Arc<Core>> {
-        if self.born == FORKS.load(Ordering::Relaxed) {
-            Ok(&self.core)
-        } else {
-            Err(ClosedError::new_err(
-                "this process is a fork of the one that made the pool; make a pool of its own here \
-                 (or start workers with the 'spawn' method)",
-            ))
-        }
-    }
-
-    pub(crate) fn error(&self, py: Python<'_>, error: &Error) -> PyErr {
-        raised(py, &self.core, error)
-    }
-
-    /// A tenant given by handle or by name.
-    pub(crate) fn tenant(&self, value: &Bound<'_, PyAny>, default: Option<TenantId>) -> PyResult<TenantId> {
-        if let Ok(tenant) = value.cast::<Tenant>() {
-            let tenant = tenant.get();
-            return if Arc::ptr_eq(&tenant.owner.core, &self.core) {
-                Ok(tenant.id)
-            } else {
-                Err(WrongPool::new_err(format!("tenant {:?} belongs to another pool", tenant.name)))
-            };
-        }
-        let Ok(name) = value.cast::<PyString>() else {
-            return Err(InvalidArgument::new_err(format!(
-                "a tenant is a Tenant or its name, not {}",
-                args::shown(value)
-            )));
-        };
-        let name = name.to_str()?;
-        self.core.ledger().find(name).or(default).ok_or_else(|| {
-            let known: Vec<_> = self.core.ledger().ids().filter_map(|t| self.core.ledger().name(t)).take(8).collect();
-            UnknownTenant::new_err(format!(
-                "there is no tenant {}; known are {known:?}. Make it with pool.tenant(...), or give the pool a default_tenant",
-                args::shown(value)
-            ))
-        })
-    }
-}
 
 /// The books over one device arena (and one host arena): pages, tenants, prefixes. No tensor.
 #[pyclass(frozen, module = "kvalloc")]
@@ -103,6 +40,27 @@ pub(crate) struct Pool {
 impl Pool {
     fn live(&self) -> PyResult<&Arc<Core>> {
         self.owner.live()
+    }
+
+    /// Pairs of a scope and a number of tokens.
+    fn share(&self, pairs: &Bound<'_, PyAny>) -> PyResult<Vec<(TenantId, u32)>> {
+        let wrong = || {
+            InvalidArgument::new_err(format!(
+                "share is a list of (scope, tokens), one after the other from the prompt's start, not {}",
+                args::shown(pairs)
+            ))
+        };
+        pairs
+            .try_iter()
+            .map_err(|_| wrong())?
+            .map(|pair| {
+                let pair = pair?;
+                let (scope, tokens): (Bound<'_, PyAny>, Bound<'_, PyAny>) =
+                    pair.extract().map_err(|_| wrong())?;
+                let tokens = args::number(&tokens, "the tokens of a share", 0, u64::from(u32::MAX))?;
+                Ok((self.owner.tenant(&scope, None)?, tokens as u32))
+            })
+            .collect()
     }
 }
 
@@ -119,11 +77,11 @@ impl Pool {
         device_bytes: &Bound<'_, PyAny>,
         host_bytes: Option<&Bound<'_, PyAny>>,
         secret: Option<&Bound<'_, PyAny>>,
-        max_tenants: u32,
+        #[pyo3(from_py_with = args::max_tenants)] max_tenants: u32,
         default_tenant: Option<&str>,
         compare_tokens: bool,
         clock: &str,
-        events: u32,
+        #[pyo3(from_py_with = args::events)] events: u32,
         force_collisions: bool,
     ) -> PyResult<Self> {
         let native = spec.getattr("_native").and_then(|n| Ok(n.cast_into::<Spec>()?)).map_err(|_| {
@@ -162,7 +120,7 @@ impl Pool {
         };
         let core =
             Core::new(geometry.clone(), &options).map_err(|e| InvalidArgument::new_err(e.to_string()))?;
-        let owner = Owner { core: Arc::new(core), born: FORKS.load(Ordering::Relaxed) };
+        let owner = Owner::new(core);
         let default = default_tenant
             .map(|name| owner.core.ledger().create(kvalloc_core::ledger::ROOT, name, &Default::default()))
             .transpose()
@@ -174,9 +132,26 @@ impl Pool {
     }
 
     /// Make a tenant, or change what is given of one that exists.
-    #[pyo3(signature = (name, **policy))]
-    fn tenant(&self, name: &str, policy: Option<&Bound<'_, pyo3::types::PyDict>>) -> PyResult<Tenant> {
-        tenant::create(self.live().map(|_| &self.owner)?, name, policy)
+    #[pyo3(signature = (
+        name, *, reserve = Given(None), limit = Given(None), weight = Given(None), priority = Given(None),
+        parent = Given(None), publish = Given(None), pin_budget = Given(None), lend = Given(None)
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
+    fn tenant(
+        &self,
+        name: &str,
+        reserve: Given<'_>,
+        limit: Given<'_>,
+        weight: Given<'_>,
+        priority: Given<'_>,
+        parent: Given<'_>,
+        publish: Given<'_>,
+        pin_budget: Given<'_>,
+        lend: Given<'_>,
+    ) -> PyResult<Tenant> {
+        let owner = self.live().map(|_| &self.owner)?;
+        let changes = Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend };
+        tenant::create(owner, name, &changes)
     }
 
     /// Take a tenant out of the tree; its cached pages become free. How many did.
@@ -199,11 +174,11 @@ impl Pool {
         py: Python<'_>,
         tenant: &Bound<'_, PyAny>,
         prompt_ids: &Bound<'_, PyAny>,
-        max_new_tokens: u32,
+        #[pyo3(from_py_with = args::max_new_tokens)] max_new_tokens: u32,
     ) -> PyResult<Admission> {
         let core = self.live()?;
         let id = self.owner.tenant(tenant, self.default)?;
-        let (ids, length) = if prompt_ids.is_instance_of::<PyInt>() {
+        let (ids, length) = if args::is_number(prompt_ids)? {
             (Vec::new(), args::number(prompt_ids, "the prompt's length", 1, u64::from(u32::MAX))? as u32)
         } else {
             let ids = args::tokens(prompt_ids, 0)?;
@@ -225,26 +200,19 @@ impl Pool {
         py: Python<'_>,
         tenant: &Bound<'_, PyAny>,
         prompt_ids: &Bound<'_, PyAny>,
-        max_new_tokens: u32,
-        share: Option<Vec<(Bound<'_, PyAny>, u32)>>,
+        #[pyo3(from_py_with = args::max_new_tokens)] max_new_tokens: u32,
+        share: Option<&Bound<'_, PyAny>>,
         adapter: Option<&Bound<'_, PyAny>>,
-        adapter_generation: u64,
+        #[pyo3(from_py_with = args::adapter_generation)] adapter_generation: u64,
         extra_key: Option<&Bound<'_, PyAny>>,
-        priority: u8,
+        #[pyo3(from_py_with = args::priority)] priority: u8,
         ttl: Option<f64>,
         admit: bool,
     ) -> PyResult<Sequence> {
         let core = self.live()?;
         let id = self.owner.tenant(tenant, self.default)?;
         let tokens = args::tokens(prompt_ids, max_new_tokens as usize)?;
-        let share = share.unwrap_or_default();
-        let share = share
-            .iter()
-            .map(|(scope, n)| Ok((self.owner.tenant(scope, None)?, *n)))
-            .collect::<PyResult<Vec<_>>>()?;
-        if priority > 100 {
-            return Err(InvalidArgument::new_err(format!("priority is {priority}; it goes from 0 to 100")));
-        }
+        let share = share.map_or(Ok(Vec::new()), |share| self.share(share))?;
         let ttl = milliseconds("ttl", ttl)?;
         let adapter = adapter.map(text_or_bytes).transpose()?;
         let extra_key = extra_key.map(text_or_bytes).transpose()?;
@@ -310,7 +278,7 @@ impl Pool {
         &self,
         py: Python<'_>,
         sequence: &Sequence,
-        tokens: u32,
+        #[pyo3(from_py_with = args::tokens_to_pin)] tokens: u32,
         owner: &Bound<'_, PyAny>,
         ttl: Option<f64>,
         label: &str,
@@ -344,7 +312,7 @@ impl Pool {
 
     /// What was published and removed since the last call.
     #[pyo3(signature = (max = 65536))]
-    fn events(&self, py: Python<'_>, max: usize) -> PyResult<Events> {
+    fn events(&self, py: Python<'_>, #[pyo3(from_py_with = args::max)] max: usize) -> PyResult<Events> {
         let core = self.live()?;
         let mut records = Vec::new();
         let drained = core.drain_events(max, &mut records).map_err(|e| self.owner.error(py, &e))?;
@@ -445,26 +413,3 @@ impl Pool {
 
 /// Prompts longer than this are looked up without holding the interpreter.
 const LONG_PROMPT: usize = 4096;
-
-/// Seconds as milliseconds.
-pub(crate) fn milliseconds(name: &str, seconds: Option<f64>) -> PyResult<Option<u64>> {
-    let Some(seconds) = seconds else { return Ok(None) };
-    let ms = (seconds * 1000.0).ceil();
-    if seconds >= 0.0 && ms < 1e15 {
-        Ok(Some(ms as u64))
-    } else {
-        Err(InvalidArgument::new_err(format!(
-            "{name} is {seconds} seconds; it must be a number from 0 to 10^12"
-        )))
-    }
-}
-
-fn text_or_bytes(value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
-    if let Ok(text) = value.cast::<PyString>() {
-        return Ok(text.to_str()?.as_bytes().to_vec());
-    }
-    if let Ok(bytes) = value.cast::<PyBytes>() {
-        return Ok(bytes.as_bytes().to_vec());
-    }
-    Err(InvalidArgument::new_err(format!("keys are text or bytes, not {}", args::shown(value))))
-}

@@ -8,7 +8,7 @@ use kvalloc_core::{
 };
 use pyo3::prelude::*;
 
-use crate::{args, arrays, errors::name_of, pool::Owner, tenant::Tenant};
+use crate::{args, arrays, errors::name_of, owner::Owner, tenant::Tenant};
 
 /// One request's tokens and pages.
 #[pyclass(frozen, weakref, eq, hash, module = "kvalloc")]
@@ -103,7 +103,11 @@ impl Sequence {
 
     /// References to its pages of a group, uint64; pages that left the window are not among them.
     #[pyo3(signature = (group = 0))]
-    fn pages<'py>(&self, py: Python<'py>, group: u8) -> PyResult<Bound<'py, PyAny>> {
+    fn pages<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::group)] group: u8,
+    ) -> PyResult<Bound<'py, PyAny>> {
         self.owner.live()?;
         let (_, pages) = self.core.pages(GroupId(group)).map_err(|e| self.owner.error(py, &e))?;
         arrays::uint64(py, &pages.iter().map(|(page, _)| page.to_bits()).collect::<Vec<_>>())
@@ -111,7 +115,11 @@ impl Sequence {
 
     /// The frames of its pages of a group, int32; 0 for pages that left the window.
     #[pyo3(signature = (group = 0))]
-    fn block_table<'py>(&self, py: Python<'py>, group: u8) -> PyResult<Bound<'py, PyAny>> {
+    fn block_table<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::group)] group: u8,
+    ) -> PyResult<Bound<'py, PyAny>> {
         self.owner.live()?;
         let (start, pages) = self.core.pages(GroupId(group)).map_err(|e| self.owner.error(py, &e))?;
         let gone = std::iter::repeat_n(0, start as usize);

@@ -11,9 +11,9 @@ use pyo3::{
 };
 
 use crate::{
-    args,
+    args::{self, Given},
     errors::{InvalidArgument, TenantError, name_of},
-    pool::Owner,
+    owner::Owner,
 };
 
 /// A node of the tenant tree.
@@ -38,8 +38,18 @@ impl std::hash::Hash for Tenant {
     }
 }
 
-const POLICY: [&str; 8] =
-    ["reserve", "limit", "weight", "priority", "parent", "publish", "pin_budget", "lend"];
+/// What a call says of a policy.
+#[derive(Debug)]
+pub(crate) struct Changes<'py> {
+    pub(crate) reserve: Given<'py>,
+    pub(crate) limit: Given<'py>,
+    pub(crate) weight: Given<'py>,
+    pub(crate) priority: Given<'py>,
+    pub(crate) parent: Given<'py>,
+    pub(crate) publish: Given<'py>,
+    pub(crate) pin_budget: Given<'py>,
+    pub(crate) lend: Given<'py>,
+}
 
 /// Units of so many bytes: reserves and budgets round up, limits down.
 fn units(core: &Core, value: &Bound<'_, PyAny>, name: &str, up: bool) -> PyResult<Units> {
@@ -56,30 +66,40 @@ fn units(core: &Core, value: &Bound<'_, PyAny>, name: &str, up: bool) -> PyResul
     }
 }
 
-/// Change what `changes` names.
-fn apply(owner: &Owner, policy: &mut Policy, changes: &Bound<'_, PyDict>) -> PyResult<()> {
+/// Change what is given.
+fn apply(owner: &Owner, policy: &mut Policy, changes: &Changes<'_>) -> PyResult<()> {
     let core = &owner.core;
     let device = Tier::Device.as_usize();
-    for (key, value) in changes {
-        let key = key.cast::<PyString>()?.to_string();
-        match key.as_str() {
-            "reserve" => policy.reserve[device] = units(core, &value, "reserve", true)?,
-            "limit" if value.is_none() => policy.limit[device] = None,
-            "limit" => policy.limit[device] = Some(units(core, &value, "limit", false)?),
-            "weight" => policy.weight = args::number(&value, "weight", 1, 1 << 16)? as u32,
-            "priority" => policy.priority = args::number(&value, "priority", 0, 100)? as u8,
-            "pin_budget" => policy.pin_budget = units(core, &value, "pin_budget", false)?,
-            "lend" => policy.lend = value.extract()?,
-            "publish" => policy.publish = publish(owner, &value)?,
-            "parent" => {}
-            other => {
-                return Err(InvalidArgument::new_err(format!(
-                    "{other} is no part of a policy; those are {POLICY:?}"
-                )));
-            }
-        }
+    if let Given(Some(value)) = &changes.reserve {
+        policy.reserve[device] = units(core, value, "reserve", true)?;
+    }
+    if let Given(Some(value)) = &changes.limit {
+        policy.limit[device] = if value.is_none() { None } else { Some(units(core, value, "limit", false)?) };
+    }
+    if let Given(Some(value)) = &changes.weight {
+        policy.weight = args::number(value, "weight", 1, 1 << 16)? as u32;
+    }
+    if let Given(Some(value)) = &changes.priority {
+        policy.priority = args::priority(value)?;
+    }
+    if let Given(Some(value)) = &changes.pin_budget {
+        policy.pin_budget = units(core, value, "pin_budget", false)?;
+    }
+    if let Given(Some(value)) = &changes.lend {
+        policy.lend = value.extract()?;
+    }
+    if let Given(Some(value)) = &changes.publish {
+        policy.publish = publish(owner, value)?;
     }
     Ok(())
+}
+
+/// The parent that is asked for; None: none is named.
+fn parent(owner: &Owner, changes: &Changes<'_>) -> PyResult<Option<TenantId>> {
+    match &changes.parent {
+        Given(Some(parent)) if !parent.is_none() => owner.tenant(parent, None).map(Some),
+        _ => Ok(None),
+    }
 }
 
 /// The scopes a tenant may publish into: a list of them, or a dict with the most bytes charged there.
@@ -101,40 +121,34 @@ fn publish(owner: &Owner, value: &Bound<'_, PyAny>) -> PyResult<Vec<(TenantId, O
 }
 
 /// Make a tenant, or change one that exists.
-pub(crate) fn create(owner: &Owner, name: &str, changes: Option<&Bound<'_, PyDict>>) -> PyResult<Tenant> {
+pub(crate) fn create(owner: &Owner, name: &str, changes: &Changes<'_>) -> PyResult<Tenant> {
     let ledger = owner.core.ledger();
     owner.core.check_open().map_err(|e| crate::errors::ClosedError::new_err(e.to_string()))?;
-    let parent = match changes.map(|c| c.get_item("parent")).transpose()?.flatten() {
-        Some(parent) if !parent.is_none() => Some(owner.tenant(&parent, None)?),
-        _ => None,
-    };
     if let Some(id) = ledger.find(name) {
-        if let Some(parent) = parent
-            && ledger.parent(id) != Some(parent)
-        {
-            return Err(TenantError::new_err(format!(
-                "{name:?} stands below {:?}; a tenant can't move to {:?}",
-                ledger.parent(id).map(|p| name_of(&owner.core, p)).unwrap_or_default(),
-                name_of(&owner.core, parent)
-            )));
-        }
-        if let Some(changes) = changes {
-            change(owner, id, changes)?;
-        }
+        change(owner, id, changes)?;
         return Ok(Tenant { owner: owner.clone(), id, name: name.to_owned() });
     }
+    let parent = parent(owner, changes)?.unwrap_or(ROOT);
     let mut policy = Policy::default();
-    if let Some(changes) = changes {
-        apply(owner, &mut policy, changes)?;
-    }
+    apply(owner, &mut policy, changes)?;
     let id = ledger
-        .create(parent.unwrap_or(ROOT), name, &policy)
+        .create(parent, name, &policy)
         .map_err(|e| TenantError::new_err(crate::books::in_bytes(&owner.core, &e)))?;
     Ok(Tenant { owner: owner.clone(), id, name: name.to_owned() })
 }
 
-fn change(owner: &Owner, id: TenantId, changes: &Bound<'_, PyDict>) -> PyResult<()> {
+fn change(owner: &Owner, id: TenantId, changes: &Changes<'_>) -> PyResult<()> {
     let ledger = owner.core.ledger();
+    if let Some(parent) = parent(owner, changes)?
+        && ledger.parent(id) != Some(parent)
+    {
+        return Err(TenantError::new_err(format!(
+            "{:?} stands below {:?}; a tenant can't move to {:?}",
+            name_of(&owner.core, id),
+            ledger.parent(id).map(|p| name_of(&owner.core, p)).unwrap_or_default(),
+            name_of(&owner.core, parent)
+        )));
+    }
     let mut policy = ledger.policy(id).unwrap_or_default();
     apply(owner, &mut policy, changes)?;
     ledger.set_policy(id, &policy).map_err(|e| TenantError::new_err(crate::books::in_bytes(&owner.core, &e)))
@@ -251,15 +265,26 @@ impl Tenant {
         Ok(dict.unbind())
     }
 
-    /// Change what is given; the rest stays.
-    #[pyo3(signature = (**policy))]
-    fn set(&self, policy: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
+    /// x
+    #[pyo3(signature = (
+        *, reserve = Given(None), limit = Given(None), weight = Given(None), priority = Given(None),
+        parent = Given(None), publish = Given(None), pin_budget = Given(None), lend = Given(None)
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
+    fn set(
+        &self,
+        reserve: Given<'_>,
+        limit: Given<'_>,
+        weight: Given<'_>,
+        priority: Given<'_>,
+        parent: Given<'_>,
+        publish: Given<'_>,
+        pin_budget: Given<'_>,
+        lend: Given<'_>,
+    ) -> PyResult<()> {
         self.owner.live()?;
-        let Some(policy) = policy else { return Ok(()) };
-        if policy.contains("parent")? {
-            return Err(TenantError::new_err("a tenant can't move to another parent"));
-        }
-        change(&self.owner, self.id, policy)
+        let changes = Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend };
+        change(&self.owner, self.id, &changes)
     }
 
     /// All figures at one moment.
@@ -294,8 +319,8 @@ impl Tenant {
 }
 
 /// What a tenant has, at one moment, in bytes.
-#[pyclass(frozen, eq, get_all, module = "kvalloc")]
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[pyclass(frozen, eq, hash, get_all, module = "kvalloc")]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Usage {
     held: u64,
     cached: u64,
@@ -328,9 +353,11 @@ impl Usage {
 #[pymethods]
 impl Usage {
     fn __repr__(&self) -> String {
-        let Self { held, cached, pinned, promised, charged, .. } = self;
+        let Self { held, cached, pinned, promised, stock, charged, claim, reserve, limit } = self;
+        let limit = limit.map_or("None".to_owned(), |limit| limit.to_string());
         format!(
-            "Usage(held={held}, cached={cached}, pinned={pinned}, promised={promised}, charged={charged})"
+            "Usage(held={held}, cached={cached}, pinned={pinned}, promised={promised}, stock={stock}, \
+             charged={charged}, claim={claim}, reserve={reserve}, limit={limit})"
         )
     }
 }
