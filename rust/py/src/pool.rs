@@ -250,7 +250,7 @@ impl Pool {
         let rows = args::number(max_sequences, "max_sequences", 1, 1 << 20)?;
         let tokens =
             args::number(max_tokens, "max_tokens", 1, u64::from(kvalloc_core::sequence::MAX_TOKENS))?;
-        let default = tokens.max(8192) + rows;
+        let default = tokens.max((rows * tokens).min(65_536)) + rows;
         let step = match max_step_tokens {
             Some(value) => args::number(value, "max_step_tokens", rows, 1 << 30)?,
             None => default.min(1 << 30),
