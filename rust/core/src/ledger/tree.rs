@@ -189,6 +189,19 @@ impl Tree {
         Ok(())
     }
 
+    /// Whether a level on the way up has more charged or claimed than its limit, which was lowered then.
+    pub(super) fn is_over(&self, node: TenantId) -> bool {
+        self.path(node).iter().any(|&level| self.is_level_over(level, self.usage(level)))
+    }
+    /// The same, and whoever lowers a limit later sees what this thread did before.
+    pub(super) fn is_over_now(&self, node: TenantId) -> bool {
+        let now = |level| UsageWord(self.at(level, USAGE).plus(0));
+        self.path(node).iter().any(|&level| self.is_level_over(level, now(level)))
+    }
+    fn is_level_over(&self, level: TenantId, usage: UsageWord) -> bool {
+        usage.charged() > usage.limit() || self.claim(level).claim() > usage.limit()
+    }
+
     fn no_claim(&self, level: TenantId, now: ClaimWord, next: Option<ClaimWord>) -> Obstacle {
         let limit = self.usage(level).limit();
         let short = next.map_or(u32::MAX, |next| {
