@@ -205,7 +205,7 @@ impl Tree {
     fn no_claim(&self, level: TenantId, now: ClaimWord, next: Option<ClaimWord>) -> Obstacle {
         let limit = self.usage(level).limit();
         let short = next.map_or(u32::MAX, |next| {
-            // A limit that was lowered below the claim is not the asker's fault: he is short of what he asked.
+            // A limit that was lowered below the claim does not add to what the asker is short of.
             (next.claim().0 - now.claim().0).min(next.claim().0.saturating_sub(limit.0))
         });
         Obstacle { level, why: Why::Claim, short, limit }
