@@ -154,7 +154,7 @@ def _cards(result: dict[str, Any]) -> str:
         (f"{run['refused']:,}", "refused"),
         (f"{pool['hit_rate']:.1%}", "of prompt tokens hit"),
         (f"{pool['peak_held'] / pool['capacity']:.0%}", "of the pool held at the peak"),
-        (short(int(pool["stats"].get("evictions", 0))), "pages evicted"),
+        (short(pool["evictions"]), "pages evicted"),
         (f"{pool['waste']:.2%}", "internal waste"),
         (f"{run['step_us']['p50']:.0f} us", f"host time a step (P99 {run['step_us']['p99']:.0f} us)"),
         (clock(run["virtual_seconds"]), f"replayed in {run['host_seconds']:.1f} s, {run['steps']:,} steps"),

@@ -72,11 +72,11 @@ def print_summary(result: dict[str, Any], console: Console) -> None:
             console.print(
                 f"  {row['name']}: {count} refused: {reason}", highlight=False, markup=False, soft_wrap=True
             )
-    evictions = pool["stats"].get("evictions", 0)
     lines = [
         f"pool    hit rate {pool['hit_rate']:.1%}, peak held {format_bytes(pool['peak_held'])}, "
         f"peak charged {format_bytes(pool['peak_charged'])} of {format_bytes(pool['capacity'])}, "
-        f"{evictions:,} evictions, waste {pool['waste']:.2%}, fragmentation {pool['fragmentation']:.1%}",
+        f"{pool['evictions']:,} evictions, "
+        f"waste {pool['waste']:.2%}, fragmentation {pool['fragmentation']:.1%}",
         f"time    {clock(run['virtual_seconds'])} replayed in {run['host_seconds']:.1f} s; "
         f"{run['steps']:,} steps; host time a step: P50 {run['step_us']['p50']:.0f} us, "
         f"P99 {run['step_us']['p99']:.0f} us, "

@@ -410,7 +410,7 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         let Self { pool, shape, member, inner } = self;
-        let Ok(inner) = inner.get_mut().map_err(|poisoned| drop(poisoned.into_inner())) else { return };
+        let inner = inner.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         while !inner.rows.is_empty() {
             let last = inner.rows.len() - 1;
             let sequence = Arc::clone(&inner.rows[last].sequence);
@@ -450,8 +450,12 @@ impl Inner {
         let mut body = self.rows.swap_remove(row).body;
         body.slots = body.written;
         body.shrink_to(pool, self.lane, body.slots, &mut self.scratch);
-        self.hot.each(|v| drop(v.swap_remove(row)));
-        self.hot.base.iter_mut().for_each(|b| drop(b.swap_remove(row)));
+        self.hot.each(|v| {
+            v.swap_remove(row);
+        });
+        for base in &mut self.hot.base {
+            base.swap_remove(row);
+        }
         if let Some(moved) = self.rows.get(row) {
             moved.sequence.row.put(row as u32);
         }

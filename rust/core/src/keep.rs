@@ -97,6 +97,11 @@ impl Pool {
         self.pins.list(owner)
     }
 
+    /// What an owner's pins use of its budget.
+    pub fn pin_budget_used(&self, owner: TenantId) -> Units {
+        self.pins.used(owner)
+    }
+
     fn unpin_pages(&self, pages: &[PageRef]) {
         let _op = self.enter(Lane(0));
         // Children first, as everywhere.
@@ -131,15 +136,36 @@ impl Pool {
         let _op = self.enter(Lane(0));
         // From here on no key of before is asked for; what is still listed under one is on its way out.
         self.weights_epoch.plus(1);
-        let mut dropped = 0;
-        for tenant in (0..=self.ledger.top()).map(TenantId) {
-            while let Some(id) = self.orders.drain_one(&self.pages, tenant) {
-                self.expel(id);
-                dropped += 1;
-            }
-        }
+        let dropped = (0..=self.ledger.top()).map(|t| self.drop_cached(TenantId(t))).sum();
         self.events.publish(Event::Cleared);
         Ok(dropped)
+    }
+
+    /// Take a tenant out of the tree; its cached pages become free. How many did.
+    ///
+    /// # Errors
+    /// It has children, or pages that are held or promised: then it stays, without its pins and cached pages.
+    pub fn remove_tenant(&self, tenant: TenantId) -> Result<u64, Error> {
+        self.check_tenant(tenant)?;
+        for pin in self.pins.take_all(Some(tenant)) {
+            self.unpin_pages(&pin.pages);
+        }
+        let _op = self.enter(Lane(0));
+        let dropped = self.drop_cached(tenant);
+        self.ledger.remove(tenant).map_err(|e| Error::Tenant(e.to_string()))?;
+        self.orders.reset(tenant);
+        self.stats.forget(tenant);
+        Ok(dropped)
+    }
+
+    /// Take every cached page of a tenant out of the books; how many.
+    fn drop_cached(&self, tenant: TenantId) -> u64 {
+        let mut dropped = 0;
+        while let Some(id) = self.orders.drain_one(&self.pages, tenant) {
+            self.expel(id);
+            dropped += 1;
+        }
+        dropped
     }
 
     /// Tenants, limits, charges.

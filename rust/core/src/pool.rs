@@ -23,7 +23,7 @@
 use crate::{
     clock::Clock,
     error::{Error, Refusal, Why},
-    event::Events,
+    event::{Event, Events},
     evict::{NODES_PER_TENANT, Orders},
     frame::{Arena, Quiescence, Slots},
     hash::{ChainKey, Hasher, Secret},
@@ -118,6 +118,7 @@ pub(crate) struct Scratch {
     pub(crate) queue: Vec<PageId>,
     pub(crate) reversed: Vec<PageRef>,
     pub(crate) keys: Vec<ChainKey>,
+    pub(crate) events: Vec<Event>,
     /// Sources of copies that the step in progress asked for.
     pub(crate) sources: Vec<PageRef>,
 }
@@ -184,7 +185,7 @@ impl Pool {
         };
         let classes = spec.classes().iter().enumerate().map(class).collect();
         let largest = groups.iter().map(|g| g.units).max().unwrap_or(1);
-        let secret = match options.secret.clone() {
+        let secret = match options.secret {
             Some(secret) => secret,
             None => Secret::random().map_err(|e| argument(&e))?,
         };
@@ -341,6 +342,7 @@ impl Pool {
 
     /// Take `n` new pages of `group` for `payer`: all or none. Appends them to `out`; their frames are then in
     /// `scratch.frames`, in the same order. What `promise` covers is taken from it.
+    #[expect(clippy::too_many_arguments, reason = "who, what, how many, out of which promise, where to")]
     pub(crate) fn take(
         &self,
         lane: Lane,

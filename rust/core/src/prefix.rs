@@ -11,7 +11,6 @@
 //! Callers: sequence.rs, admit.rs.
 
 use crate::{
-    error::Refusal,
     hash::ChainKey,
     index::{AHEAD, Parent, Seen, Wanted},
     pool::{Pool, Scratch},
@@ -51,8 +50,6 @@ pub(crate) struct Hit {
     pub(crate) keys: Vec<ChainKey>,
     /// What the next page continues.
     pub(crate) parent: Parent,
-    /// Set when the hit ended because the ledger would not let a cached page be held.
-    pub(crate) refusal: Option<Refusal>,
 }
 
 /// A prompt to look up.
@@ -84,10 +81,9 @@ impl Pool {
         let anchor = self.spec.anchor();
         let groups = self.groups.len();
         let mut chain = Chain { keys: vec![prompt.root], seen: Vec::new() };
-        let mut refusal = None;
         let mut n = match anchor {
             Some(group) => {
-                refusal = self.follow(lane, prompt, ranges, group, most, &mut chain);
+                self.follow(lane, prompt, ranges, group, most, &mut chain);
                 chain.seen.len() as u32
             }
             None => {
@@ -109,8 +105,7 @@ impl Pool {
                 let places = self.places(g, n);
                 let wanted =
                     places.clone().map_while(|i| self.look(prompt, ranges, &chain, g, i)).collect::<Vec<_>>();
-                let (held, refused) = self.hold(lane, &wanted);
-                refusal = refusal.or(refused);
+                let (held, _) = self.hold(lane, &wanted);
                 tables[g.as_usize()] = (places.start, wanted[..held].to_vec());
                 if held < places.len() {
                     // Evicted since it was seen, or not to be held: the hit ends before it.
@@ -136,7 +131,7 @@ impl Pool {
             (_, Some(_)) => chain.seen[n as usize - 1].as_parent(),
             (_, None) => Parent::Digest(self.hasher.digest(chain.keys[n as usize])),
         };
-        Hit { pages: n, tables, keys: chain.keys, parent, refusal }
+        Hit { pages: n, tables, keys: chain.keys, parent }
     }
 
     /// How many tokens of a prompt are cached now, without taking any reference: an answer that may be old at once.
@@ -203,7 +198,7 @@ impl Pool {
         group: GroupId,
         most: u32,
         chain: &mut Chain,
-    ) -> Option<Refusal> {
+    ) {
         let page_tokens = self.spec.page_tokens();
         let mut keys = [0; AHEAD];
         let mut found = Vec::with_capacity(AHEAD);
@@ -211,7 +206,7 @@ impl Pool {
             let start = chain.seen.len() as u32;
             let some = (most - start).min(AHEAD as u32);
             if some == 0 {
-                return None;
+                return;
             }
             chain.keys.truncate(start as usize + 1);
             for (nth, page) in (start..start + some).enumerate() {
@@ -253,7 +248,7 @@ impl Pool {
                 continue;
             }
             chain.keys.truncate(end as usize + 1);
-            return refusal;
+            return;
         }
     }
 

@@ -29,6 +29,7 @@ use std::sync::{Arc, Weak};
 use crate::{
     batch::Shared as BatchShared,
     error::{Error, Refusal},
+    event::Event,
     evict::Protection,
     hash::{ChainKey, Context},
     index::Parent,
@@ -539,12 +540,14 @@ impl Body {
             let proven =
                 pool.orders.recall(scope, keys.iter().map(|&key| pool.hasher.index_key(key, first_group)));
             for (nth, &key) in keys.iter().enumerate() {
-                if !self.publish_page(pool, lane, key, nth < proven) {
+                if !self.publish_page(pool, lane, key, nth < proven, &mut scratch.events) {
                     break;
                 }
             }
         }
         scratch.keys = keys;
+        pool.events.publish_all(&scratch.events);
+        scratch.events.clear();
     }
 
     fn page(&self, page_tokens: u32, page: u32) -> &[u32] {
@@ -552,7 +555,14 @@ impl Body {
     }
 
     /// Publish the next page in every group; `false`: the chain ends here.
-    fn publish_page(&mut self, pool: &Pool, lane: Lane, key: ChainKey, proven: bool) -> bool {
+    fn publish_page(
+        &mut self,
+        pool: &Pool,
+        lane: Lane,
+        key: ChainKey,
+        proven: bool,
+        events: &mut Vec<Event>,
+    ) -> bool {
         let Some(parent) = self.parent else { return false };
         let page = self.published;
         let tokens = self.page(pool.spec.page_tokens(), page);
@@ -563,7 +573,7 @@ impl Body {
         let mut others = parent;
         if let Some(group) = anchor {
             let at = self.tables[group.as_usize()].pages[page as usize];
-            match pool.publish(lane, at, group, &names(group, parent), proven) {
+            match pool.publish(lane, at, group, &names(group, parent), proven, events) {
                 Some(seen) => (next, others) = (seen.as_parent(), seen.as_parent()),
                 None => {
                     self.parent = None;
@@ -577,7 +587,7 @@ impl Body {
             if Some(g) != anchor && !pool.is_state(g) && page >= table.start {
                 let at = table.pages[page as usize];
                 // What can't be listed costs later hits, nothing else.
-                let _ = pool.publish(lane, at, g, &names(g, others), proven);
+                let _ = pool.publish(lane, at, g, &names(g, others), proven, events);
                 self.protect(pool, at);
             }
         }
@@ -601,7 +611,7 @@ impl Body {
     pub(crate) fn keep_state(&mut self, pool: &Pool, lane: Lane) -> bool {
         let page_tokens = pool.spec.page_tokens();
         if self.written == 0
-            || self.written % page_tokens != 0
+            || !self.written.is_multiple_of(page_tokens)
             || self.published != self.written / page_tokens
         {
             return false;
@@ -609,14 +619,16 @@ impl Body {
         let (Some(parent), Some(&key)) = (self.parent, self.keys.last()) else { return false };
         let tokens = &self.tokens[(self.written - page_tokens) as usize..self.written as usize];
         let mut kept = false;
+        let mut events = Vec::new();
         for g in (0..self.tables.len()).map(|g| GroupId(g as u8)).filter(|&g| pool.is_state(g)) {
             let Some(&page) = self.tables[g.as_usize()].pages.first() else { continue };
             if !pool.pages.read(page.id).is_indexed() {
                 let names = Names { key: pool.hasher.index_key(key, g), parent, tokens: Some(tokens) };
-                kept |= pool.publish(lane, page, g, &names, false).is_some();
+                kept |= pool.publish(lane, page, g, &names, false, &mut events).is_some();
                 self.shared_tail = true;
             }
         }
+        pool.events.publish_all(&events);
         kept
     }
 
@@ -666,7 +678,7 @@ impl Body {
         let whole = n / page_tokens;
         if whole < self.published {
             self.rewind(pool, whole);
-            self.shared_tail |= self.slots % page_tokens != 0;
+            self.shared_tail |= !self.slots.is_multiple_of(page_tokens);
         }
         self.cached = self.cached.min(whole * page_tokens);
         Ok(())

@@ -250,6 +250,13 @@ impl Pool {
         tenant::create(owner, name, &changes)
     }
 
+    /// Take a tenant out of the tree; its cached pages become free. How many did.
+    fn remove_tenant(&self, py: Python<'_>, tenant: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let core = self.live()?;
+        let id = self.owner.tenant(tenant, None)?;
+        core.remove_tenant(id).map_err(|e| self.owner.error(py, &e))
+    }
+
     /// Every tenant, in the order in which they were made.
     ///
     /// Returns

@@ -272,8 +272,8 @@ impl Sequence {
     ///
     /// Notes
     /// -----
-    /// Whichever of the two first writes into the page they share last gets a copy of it: see ``Step.copies``. Slots of steps that
-    /// are not committed stay the parent's.
+    /// Whoever of the two writes into the half-filled page they share gets a copy of it first: see ``Step.copies``. After that
+    /// copy is committed the page is the other's alone. Slots of steps that are not committed stay the parent's.
     ///
     /// Examples
     /// --------
@@ -286,7 +286,7 @@ impl Sequence {
     /// >>> other = seq.fork()
     /// >>> batch.add(other)
     /// 1
-    /// >>> batch.step().copies.shape  # one of them copies the half-filled page
+    /// >>> batch.step([0, 1]).copies.shape  # it goes on in a copy of the half-filled page
     /// (1, 3)
     /// >>> bool(seq.pages()[0] == other.pages()[0]), bool(seq.pages()[1] == other.pages()[1])
     /// (True, False)

@@ -260,6 +260,13 @@ impl Tenant {
         Ok(self.owner.live()?.bytes_of(self.policy()?.pin_budget))
     }
 
+    /// int : Bytes that its pins use of the budget.
+    #[getter]
+    fn pin_used(&self) -> PyResult<u64> {
+        let core = self.owner.live()?;
+        Ok(core.bytes_of(core.pin_budget_used(self.id)))
+    }
+
     /// bool : Whether preemptible sequences of others may run in its reserve.
     #[getter]
     fn lend(&self) -> PyResult<bool> {

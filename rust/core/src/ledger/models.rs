@@ -183,6 +183,24 @@ fn a_discharge_is_found_by_whoever_asks_after_it() {
     });
 }
 
+/// There is room for one at every moment, in one lane's stock or in another's: whoever asks for one gets it.
+#[test]
+fn units_that_hop_between_lanes_are_found() {
+    loom::model(|| {
+        let book = book(2, 1);
+        book.tree.obtain(A, Units(2)).expect("room");
+        assert_eq!(book.stocks.fill(A, Lane(1), ONE), Units(0));
+        let hop = |b: &Book| {
+            if !b.stocks.store(A, Lane(0), ONE) {
+                b.discharge(A, Lane(0), ONE);
+            }
+            b.stocks.draw(A, Lane(1), ONE) || b.charge(A, Lane(1), ONE).is_ok()
+        };
+        assert_eq!(both(&book, hop, |b| b.charge(B, Lane(0), ONE).is_ok()), (true, true));
+        at_rest(&book);
+    });
+}
+
 #[test]
 fn listing_counts_each_lane_once() {
     loom::model(|| {
@@ -227,6 +245,27 @@ fn a_snapshot_beside_a_transfer_between_lanes() {
             true
         });
         assert_eq!(book.usage(A).held, ONE);
+    });
+}
+
+#[test]
+fn a_snapshot_beside_a_pin() {
+    loom::model(|| {
+        let book = book(4, 0);
+        book.tree.obtain(A, Units(2)).expect("room");
+        book.tree.park(A, ONE);
+        let pin = |b: &Book| {
+            b.tree.revive(A, ONE).expect("room");
+            b.tree.count_pinned(A, 1);
+            true
+        };
+        both(&book, pin, |b| {
+            let usage = b.usage(A);
+            // One held and one cached, both held, one held and one pinned.
+            let seen = (usage.held.0, usage.cached.0, usage.pinned.0);
+            assert!([(1, 1, 0), (2, 0, 0), (1, 0, 1)].contains(&seen), "{usage:?}");
+            true
+        });
     });
 }
 

@@ -86,7 +86,7 @@ impl Stocks {
         }
         let word = self.stock(node, lane.as_usize());
         let mut counted = false;
-        let mut now = StockWord(word.get());
+        let mut now = StockWord(word.first());
         let left = loop {
             if let Some((next, left)) = now.trim(n, self.units)
                 && left.0 > self.units.0

@@ -228,7 +228,7 @@ impl Tree {
         let word = self.at(node, CLAIM);
         let above = self.above(node);
         let mut have = 0;
-        let mut now = ClaimWord(word.get());
+        let mut now = ClaimWord(word.first());
         let obstacle = loop {
             let Some(next) = step(now) else { break self.no_claim(node, now, None) };
             let growth = next.claim().0.saturating_sub(now.claim().0);
