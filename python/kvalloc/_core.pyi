@@ -45,6 +45,7 @@ __version__: Final[str]
 _Group = tuple[str, str, int, int, int, int, int, str, int]
 
 def _forked() -> None: ...
+
 @final
 class Pool:
     def __new__(
@@ -75,6 +76,7 @@ class Pool:
         lend: bool = ...,
     ) -> Tenant: ...
     def tenants(self) -> list[Tenant]: ...
+    def remove_tenant(self, tenant: Scope) -> int: ...
     def admit(
         self, tenant: Scope, prompt_ids: TokenIds | SupportsIndex, max_new_tokens: SupportsIndex = 0
     ) -> Admission: ...
@@ -335,7 +337,9 @@ class Refusal:
 @final
 class Pages:
     MISS: ClassVar[int]
-    def allocate(self, tenant: Scope, n: SupportsIndex, *, group: SupportsIndex = 0) -> NDArray[np.uint64]: ...
+    def allocate(
+        self, tenant: Scope, n: SupportsIndex, *, group: SupportsIndex = 0
+    ) -> NDArray[np.uint64]: ...
     def frames(self, pages: PageRefs) -> NDArray[np.int32]: ...
     def publish(
         self, tenant: Scope, pages: PageRefs, keys: Keys, *, group: SupportsIndex = 0

@@ -12,8 +12,9 @@ use pyo3::{
 
 use crate::errors::name_of;
 
-/// Events since the last call: a sequence of dicts, and how many were lost on the way. From `Pool.events`, which tells what
-/// is in them.
+/// Events since the last call: a sequence of dicts, and how many were lost on the way.
+///
+/// `Pool.events` makes them, and tells what is in them.
 #[pyclass(frozen, module = "kvalloc")]
 #[derive(Debug)]
 pub(crate) struct Events {

@@ -250,7 +250,23 @@ impl Pool {
         tenant::create(owner, name, &changes)
     }
 
-    /// Take a tenant out of the tree; its cached pages become free. How many did.
+    /// Take a tenant out of the tree; its cached pages become free.
+    ///
+    /// Parameters
+    /// ----------
+    /// tenant : Tenant or str
+    ///     One without tenants below it, held pages and promises. Its pins end.
+    ///
+    /// Returns
+    /// -------
+    /// int
+    ///     How many cached pages became free.
+    ///
+    /// Raises
+    /// ------
+    /// TenantError
+    ///     It has tenants below it, or pages that are held or promised: it stays, without its pins and cached pages.
+    /// UnknownTenant, ClosedError
     fn remove_tenant(&self, py: Python<'_>, tenant: &Bound<'_, PyAny>) -> PyResult<u64> {
         let core = self.live()?;
         let id = self.owner.tenant(tenant, None)?;
