@@ -366,8 +366,9 @@ impl Pool {
     /// ttl : float, optional
     ///     Seconds of the pool's clock after which that protection ends. Default: it stays.
     /// admit : bool, optional
-    ///     Reserve the whole need now, or refuse: then no later step can fail for lack of room until the sequence has
-    ///     ``len(prompt_ids) + max_new_tokens`` tokens.
+    ///     Reserve the whole need now, or refuse: then there is room for it until it has ``len(prompt_ids) +
+    ///     max_new_tokens`` tokens. With a window group that is its need page by page: a step may give it less of a long
+    ///     prompt at once than was asked for.
     ///
     /// Returns
     /// -------
@@ -606,7 +607,7 @@ impl Pool {
     /// books stood still while they were read. The audit tries that a few times and says in ``exact`` whether they did. If not, it
     /// has checked what holds for each page by itself at any instant, and gives the sums as it saw them.
     ///
-    /// It reads every page: 10 to 50 ms for a million.
+    /// It reads every page: a few tenths of a second for a million that are in use.
     ///
     /// Examples
     /// --------
