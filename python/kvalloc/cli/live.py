@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from kvalloc.engine.replay import Replay
@@ -30,7 +31,7 @@ HELD, CACHED, PINNED, PROMISED = "bright_blue", "cyan", "magenta", "grey42"
 def bar(
     width: int,
     full: float,
-    parts: list[tuple[float, str, str]],
+    parts: Sequence[tuple[float, str, str]],
     reserve: float = 0,
     limit: float | None = None,
 ) -> Text:

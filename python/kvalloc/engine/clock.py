@@ -111,7 +111,7 @@ class StepTime:
 
         Examples
         --------
-        >>> StepTime.parse("base=0.02").base
+        >>> kvalloc.engine.StepTime.parse("base=0.02").base
         0.02
         """
         values: dict[str, float] = {}

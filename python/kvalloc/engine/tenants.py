@@ -46,7 +46,7 @@ def parse_size(size: int | str, device: int) -> int:
 
     Examples
     --------
-    >>> parse_size("25%", device=1000)
+    >>> kvalloc.engine.tenants.parse_size("25%", device=1000)
     250
     """
     if isinstance(size, str) and (percent := _PERCENT.fullmatch(size)):

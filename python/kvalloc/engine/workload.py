@@ -68,7 +68,7 @@ def builtin_workload(seconds: float = SECONDS, *, seed: int = 0) -> Iterator[Req
 
     Examples
     --------
-    >>> first = next(builtin_workload())
+    >>> first = next(kvalloc.engine.builtin_workload())
     >>> first.tenant in {"chat", "agent", "search", "batch"}
     True
     """
