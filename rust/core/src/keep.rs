@@ -144,9 +144,19 @@ impl Pool {
     /// Take a tenant out of the tree; its cached pages become free. How many did.
     ///
     /// # Errors
-    /// It has children, or pages that are held or promised: then it stays, without its pins and cached pages.
+    /// It has children, or pages that are held or promised: then nothing is done.
     pub fn remove_tenant(&self, tenant: TenantId) -> Result<u64, Error> {
         self.check_tenant(tenant)?;
+        // All or nothing; what comes up between here and the end only leaves the tenant without its cache.
+        let usage = self.ledger.subtree_usage(Tier::Device, tenant);
+        let busy = usage.held.0 + usage.promised.0;
+        if busy > 0 || self.ledger.ids().any(|id| self.ledger.parent(id) == Some(tenant)) {
+            return Err(Error::Tenant(format!(
+                "tenant {:?} has children, or {} bytes that are held or promised; close those first",
+                self.ledger.name(tenant).unwrap_or_default(),
+                self.bytes(busy)
+            )));
+        }
         for pin in self.pins.take_all(Some(tenant)) {
             self.unpin_pages(&pin.pages);
         }

@@ -302,14 +302,22 @@ impl Pool {
         }
     }
 
-    /// Charge, taking the cached pages under a limit that is in the way.
-    fn charge(&self, lane: Lane, payer: TenantId, units: u32) -> Result<(), Refusal> {
-        self.pay(lane, payer, || self.ledger.charge(Tier::Device, payer, lane, Units(units)))
+    /// Charge, taking the cached pages under a limit that is in the way; places of `size` go to `scratch`.
+    fn charge(
+        &self,
+        lane: Lane,
+        payer: TenantId,
+        units: u32,
+        size: SizeId,
+        scratch: &mut Scratch,
+    ) -> Result<(), Refusal> {
+        let attempt = || self.ledger.charge(Tier::Device, payer, lane, Units(units));
+        self.pay(lane, payer, attempt, Some((size, scratch)))
     }
 
     /// Promise `units` to a sequence of `payer`, taking cached pages under a limit that is in the way.
     pub(crate) fn promise(&self, lane: Lane, payer: TenantId, units: u32) -> Result<(), Refusal> {
-        self.pay(lane, payer, || self.ledger.promise(Tier::Device, payer, lane, Units(units)))
+        self.pay(lane, payer, || self.ledger.promise(Tier::Device, payer, lane, Units(units)), None)
     }
 
     fn pay(
@@ -317,6 +325,7 @@ impl Pool {
         lane: Lane,
         payer: TenantId,
         mut attempt: impl FnMut() -> Result<(), Refused>,
+        mut wanted: Option<(SizeId, &mut Scratch)>,
     ) -> Result<(), Refusal> {
         loop {
             let Err(refused) = attempt() else { return Ok(()) };
@@ -327,10 +336,10 @@ impl Pool {
             let mut missing = refused.asked.0.saturating_sub(refused.room.0).max(1);
             let mut evicted = false;
             while missing > 0 {
-                let mut units = self.evict_units(lane, payer, payer, missing);
+                let mut units = self.evict_units(lane, payer, payer, missing, &mut wanted);
                 if units == 0 {
                     let worst = self.worst_within(refused.level);
-                    units = worst.map_or(0, |worst| self.evict_units(lane, worst, payer, missing));
+                    units = worst.map_or(0, |worst| self.evict_units(lane, worst, payer, missing, &mut wanted));
                 }
                 if units == 0 {
                     break;
@@ -345,10 +354,18 @@ impl Pool {
     }
 
     /// Evict cached pages of `tenant` for `asker` until `missing` units are back: how many came.
-    fn evict_units(&self, lane: Lane, tenant: TenantId, asker: TenantId, missing: u32) -> u32 {
+    fn evict_units(
+        &self,
+        lane: Lane,
+        tenant: TenantId,
+        asker: TenantId,
+        missing: u32,
+        wanted: &mut Option<(SizeId, &mut Scratch)>,
+    ) -> u32 {
         // Never more than needed: the caller comes again.
         let largest = self.classes.iter().map(|c| c.units).max().unwrap_or(1).max(1);
-        self.evict_of(lane, tenant, asker, missing.div_ceil(largest).min(MOST_AT_ONCE) as usize, None).1
+        let pages = missing.div_ceil(largest).min(MOST_AT_ONCE) as usize;
+        self.evict_of(lane, tenant, asker, pages, wanted.as_mut().map(|(size, scratch)| (*size, &mut **scratch))).1
     }
 
     /// Take `n` new pages of `group` for `payer`: all or none. Appends them to `out`; their frames are then in
@@ -377,14 +394,20 @@ impl Pool {
                 room,
             });
         };
+        let size = self.classes[class.as_usize()].size;
+        scratch.frames.clear();
+        scratch.ids.clear();
         let promised = total.min(*promise);
-        if promised < total {
-            self.charge(lane, payer, total - promised)?;
+        if promised < total
+            && let Err(refusal) = self.charge(lane, payer, total - promised, size, scratch)
+        {
+            self.unclaim(size, scratch);
+            return Err(refusal);
         }
         if promised > 0 {
             self.ledger.charge_promised(Tier::Device, payer, lane, Units(promised));
         }
-        if let Err(refusal) = self.claim(lane, payer, class, n, scratch) {
+        if let Err(refusal) = self.claim(lane, payer, size, n, scratch) {
             if promised > 0 {
                 self.ledger.discharge_promised(Tier::Device, payer, lane, Units(promised));
             }
@@ -439,19 +462,17 @@ impl Pool {
         Some((self.begin(id, payer, class, frame), frame))
     }
 
-    /// Ids and frames for `n` pages of `class`, into `scratch`, evicting where none are free.
+    /// Ids and frames for `n` pages, beside those that `scratch` has already, evicting where none are free.
     fn claim(
         &self,
         lane: Lane,
         payer: TenantId,
-        class: ClassId,
+        size: SizeId,
         n: usize,
         scratch: &mut Scratch,
     ) -> Result<(), Refusal> {
-        let size = self.classes[class.as_usize()].size;
-        scratch.frames.clear();
-        scratch.ids.clear();
-        let mut got = self.claim_free(lane, size, n, scratch);
+        let mut got = scratch.ids.len();
+        got += self.claim_free(lane, size, n.saturating_sub(got), scratch);
         while got < n {
             let evicted = self.evict(lane, payer, n - got, size, scratch);
             if evicted == 0 && self.quiescence.drain(&self.arenas) == 0 {
@@ -461,7 +482,9 @@ impl Pool {
             got = scratch.ids.len();
             got += self.claim_free(lane, size, n - got, scratch);
         }
-        if got == n {
+        if got >= n {
+            // A limit that was deep under use may have given back more.
+            self.unclaim_from(n, size, scratch);
             return Ok(());
         }
         self.unclaim(size, scratch);
@@ -486,12 +509,16 @@ impl Pool {
 
     /// Give back ids and frames that nobody took.
     pub(crate) fn unclaim(&self, size: SizeId, scratch: &mut Scratch) {
-        if !scratch.ids.is_empty() {
+        self.unclaim_from(0, size, scratch);
+    }
+
+    fn unclaim_from(&self, keep: usize, size: SizeId, scratch: &mut Scratch) {
+        if scratch.ids.len() > keep {
             // Both were claimed a moment ago.
-            let _ = self.slots.release_many(&scratch.ids);
-            let _ = self.arena(Tier::Device).release_many(size, &scratch.frames);
-            scratch.ids.clear();
-            scratch.frames.clear();
+            let _ = self.slots.release_many(&scratch.ids[keep..]);
+            let _ = self.arena(Tier::Device).release_many(size, &scratch.frames[keep..]);
+            scratch.ids.truncate(keep);
+            scratch.frames.truncate(keep);
         }
     }
 
