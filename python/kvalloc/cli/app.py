@@ -96,7 +96,10 @@ def replay(
     device: Annotated[
         str | None,
         typer.Option(
-            "--device", "-d", metavar="SIZE", help="Device bytes. [default: 24GiB; 64GiB with a trace]"
+            "--device",
+            "-d",
+            metavar="SIZE",
+            help="Device bytes. [default: 24GiB; 256GiB for a trace, 16GiB for ServeGen]",
         ),
     ] = None,
     host: Annotated[str, typer.Option("--host", metavar="SIZE", help="Bytes of the host tier.")] = "0",
@@ -138,7 +141,7 @@ def replay(
     rate: Annotated[
         float | None,
         typer.Option(
-            "--rate", metavar="R", help="Requests a second at the start, for ServeGen. [default: 4]"
+            "--rate", metavar="R", help="Requests a second at the start, for ServeGen. [default: 10]"
         ),
     ] = None,
     digest_model: Annotated[

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["Traffic", "choose"]
 
 SERVEGEN_SECONDS = 600.0
-SERVEGEN_RATE = 4.0
+SERVEGEN_RATE = 10.0
 SERVEGEN_CLIENTS = 12
+SERVEGEN_DEVICE = "16GiB"
 TRACE_TENANTS = 4
-TRACE_DEVICE = "64GiB"
+TRACE_DEVICE = "256GiB"
 
 
 @dataclass(slots=True)
@@ -117,7 +118,7 @@ def _servegen(
         plans = [
             TenantPlan(f"client-{client.number}", reserve=share, traffic=client.rate) for client in clients
         ]
-    return Traffic(requests, plans, TRACE_DEVICE, total_seconds=seconds)
+    return Traffic(requests, plans, SERVEGEN_DEVICE, total_seconds=seconds)
 
 
 def _anonymous(requests: Iterator[Request]) -> Iterator[Request]:
