@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from kvalloc.bytes import format_bytes, parse_bytes
+from kvalloc.sizes import format_bytes, parse_bytes
 from rich.console import Console
 from rich.table import Table
 

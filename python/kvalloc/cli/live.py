@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvalloc.bytes import format_bytes
+from kvalloc.sizes import format_bytes
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table

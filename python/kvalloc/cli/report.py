@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
-from kvalloc.bytes import format_bytes
+from kvalloc.sizes import format_bytes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 

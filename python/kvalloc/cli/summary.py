@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.bytes import format_bytes
+from kvalloc.sizes import format_bytes
 from rich.table import Table
 
 from .live import clock

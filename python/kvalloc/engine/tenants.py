@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.bytes import parse_bytes
+from kvalloc.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -42,7 +42,7 @@ class TenantsError(ValueError):
 
 
 def parse_size(size: int | str, device: int) -> int:
-    """Return bytes for what `kvalloc.bytes.parse_bytes` reads, and for "25%" of a device.
+    """Return bytes for what `kvalloc.sizes.parse_bytes` reads, and for "25%" of a device.
 
     Examples
     --------

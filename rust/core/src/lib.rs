@@ -12,11 +12,39 @@
 //! | `evict` | which cached page goes first |
 //! | [`ledger`] | HOW MUCH: tenants, charges, reserves, limits |
 //! | [`event`], [`stats`] | what happened |
-//! | [`pool`] | the books together: allocate, hit, release, evict |
-//! | [`sequence`], [`batch`] | WHO holds: page tables; one call per scheduler step |
+//! | [`pins`], [`clock`] | who keeps which pages, until when; what time it is |
+//! | [`pool`], `life`, `prefix` | the books together: take, publish, hit, let go, evict; the longest cached prefix |
+//! | [`sequence`], [`handle`], [`batch`], [`arrays`] | WHO holds: page tables; one call per scheduler step |
+//! | [`face`] | the lower face: pages in batches, for engines with tables of their own |
+//! | [`admit`] | may this start now? |
 //! | [`audit`] | proof that the books balance |
 #![forbid(unsafe_code)]
-
+pub mod admit;
+pub mod arrays;
+pub mod audit;
+pub mod batch;
+pub mod clock;
+pub mod error;
+pub mod event;
+pub(crate) mod evict;
+pub mod face;
+pub mod frame;
+pub mod handle;
+pub mod hash;
+pub(crate) mod index;
+mod keep;
+pub mod ledger;
+mod life;
+#[cfg(feature = "measure")]
+pub mod measure;
 pub mod page;
+pub mod pins;
+pub mod pool;
+mod prefix;
+pub mod sequence;
+#[cfg(test)]
+mod smoke;
+pub mod spec;
+pub mod stats;
 mod sync;
 pub mod word;

@@ -211,9 +211,10 @@ impl Pages {
             .transit(|w| if w >> CHILD_SHIFT == PAYER_MASK { None } else { Some(w + CHILD) })
             .is_ok()
     }
+    /// One indexed child less; whether it was the last one.
     #[inline]
-    pub(crate) fn remove_child(&self, id: PageId) {
-        self.at(id.as_usize(), PAYER).minus(CHILD);
+    pub(crate) fn remove_child(&self, id: PageId) -> bool {
+        self.at(id.as_usize(), PAYER).minus(CHILD) >> CHILD_SHIFT == 1
     }
     /// Protection of 16 bits: level (4) and expiry (12), as evict.rs reads them.
     #[inline]
@@ -255,8 +256,18 @@ impl Pages {
             && self.tokens[start..start + self.token_words]
                 .iter()
                 .zip(tokens.chunks(2))
-                .fold(0, |diff, (word, pair)| diff | word.peek() ^ pack(pair))
+                .fold(0, |diff, (word, pair)| diff | word.get() ^ pack(pair))
                 == 0
+    }
+    /// Whether two pages store the same tokens.
+    pub(crate) fn same_tokens(&self, a: PageId, b: PageId) -> bool {
+        let of = |id: PageId| &self.tokens[id.as_usize() * self.token_words..][..self.token_words];
+        of(a).iter().zip(of(b)).all(|(a, b)| a.get() == b.get())
+    }
+    /// Read something of a page's line and of its tokens, so that they are near when they are needed.
+    #[inline]
+    pub(crate) fn touch(&self, id: PageId) -> u64 {
+        self.word(id).peek() ^ self.tokens[id.as_usize() * self.token_words].peek()
     }
 }
 

@@ -1,0 +1,101 @@
+"""Multi-tenant memory manager for the KV cache of LLM serving engines.
+
+The books: which page holds which tokens, who shares it, which tenant pays for it, where it lies, what can be taken back.
+
+>>> import kvalloc
+>>> spec = kvalloc.KVSpec.uniform(layers=28, kv_heads=4, head_dim=128, dtype="float16", page_tokens=16)
+>>> pool = kvalloc.Pool(spec, device_bytes="1GiB")
+>>> acme = pool.tenant("acme", reserve="256MiB", limit="768MiB", weight=2)
+>>> seq = pool.open(acme, list(range(100)), max_new_tokens=8)
+>>> batch = pool.batch(max_sequences=8, max_tokens=4096)
+>>> row = batch.add(seq)
+>>> batch.step().num_tokens
+100
+>>> batch.commit([7])
+>>> seq.num_tokens, seq.num_written
+(101, 100)
+>>> batch.remove(seq); seq.close()
+>>> bool(pool.audit())
+True
+"""
+
+import os as _os
+
+from kvalloc import models
+from kvalloc._core import (
+    Admission,
+    AuditReport,
+    Balance,
+    Batch,
+    Events,
+    Pages,
+    Pin,
+    Pool,
+    Refusal,
+    Sequence,
+    Stats,
+    Step,
+    Tenant,
+    Usage,
+    __version__,
+    _forked,
+)
+from kvalloc.errors import (
+    AdmissionRefused,
+    ClosedError,
+    InUse,
+    InvalidArgument,
+    KvallocError,
+    OutOfPages,
+    PinError,
+    SequenceBusy,
+    SpecError,
+    StaleReference,
+    TenantError,
+    UnknownTenant,
+    WrongPool,
+)
+from kvalloc.layers import ArenaLayout, LayerGroup, PageClass
+from kvalloc.sizes import format_bytes, parse_bytes
+from kvalloc.spec import KVSpec
+
+__all__ = [
+    "Admission",
+    "AdmissionRefused",
+    "ArenaLayout",
+    "AuditReport",
+    "Balance",
+    "Batch",
+    "ClosedError",
+    "Events",
+    "InUse",
+    "InvalidArgument",
+    "KVSpec",
+    "KvallocError",
+    "LayerGroup",
+    "OutOfPages",
+    "PageClass",
+    "Pages",
+    "Pin",
+    "PinError",
+    "Pool",
+    "Refusal",
+    "Sequence",
+    "SequenceBusy",
+    "SpecError",
+    "StaleReference",
+    "Stats",
+    "Step",
+    "Tenant",
+    "TenantError",
+    "UnknownTenant",
+    "Usage",
+    "WrongPool",
+    "__version__",
+    "format_bytes",
+    "models",
+    "parse_bytes",
+]
+
+# The books of a pool belong to the process that made it; a child refuses to use its copy of them.
+_os.register_at_fork(after_in_child=_forked)

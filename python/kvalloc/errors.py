@@ -1,0 +1,134 @@
+"""The errors of kvalloc: one tree under `KvallocError`, each with its numbers as attributes."""
+
+__all__ = [
+    "AdmissionRefused",
+    "ClosedError",
+    "InUse",
+    "InvalidArgument",
+    "KvallocError",
+    "OutOfPages",
+    "PinError",
+    "SequenceBusy",
+    "SpecError",
+    "StaleReference",
+    "TenantError",
+    "UnknownTenant",
+    "WrongPool",
+]
+
+
+class KvallocError(Exception):
+    """Base of every error that kvalloc raises on purpose."""
+
+
+class InvalidArgument(KvallocError, ValueError):  # noqa: N818 - named for what it is
+    """An argument that means nothing: a size that can't be read, a number out of range.
+
+    Attributes
+    ----------
+    given : object
+        What was given, where there is one value to blame.
+    """
+
+    given: object = None
+
+
+class SpecError(KvallocError, ValueError):
+    """A geometry that can't be, or a model config that can't be read without guessing.
+
+    Attributes
+    ----------
+    field : str or None
+        The field of the group or of the config that is to blame.
+    given : object
+        Its value.
+    """
+
+    field: str | None = None
+    given: object = None
+
+
+class OutOfPages(KvallocError, MemoryError):  # noqa: N818 - named for what it is
+    """There is no room. Nothing was taken.
+
+    Attributes
+    ----------
+    asked, room : int
+        Bytes asked for, and bytes there were.
+    why : str
+        ``"limit"``: of the tenant or a level above it; ``"claim"``: what is held, reserved and promised; ``"frames"``: all
+        pages are in use; ``"fragmented"``: the free bytes serve pages of another size; ``"row"``: the batch's rows are shorter.
+    tenant : str
+        Who asked.
+    level : str or None
+        The tenant whose limit is in the way; None: the pool itself.
+    """
+
+    asked: int = 0
+    room: int = 0
+    why: str = ""
+    tenant: str = ""
+    level: str | None = None
+
+
+class AdmissionRefused(OutOfPages):
+    """A request's whole need can't be reserved.
+
+    Attributes
+    ----------
+    verdict : {"wait", "never"}
+        Whether it can fit once something is released.
+    """
+
+    verdict: str = "wait"
+
+
+class SequenceBusy(KvallocError, RuntimeError):  # noqa: N818 - named for what it is
+    """Another thread is using the sequence or batch at this moment. Nothing was changed."""
+
+
+class ClosedError(KvallocError, RuntimeError):
+    """The handle was closed, its pool was, or the process is a fork of the one that made it."""
+
+
+class StaleReference(KvallocError, LookupError):  # noqa: N818 - named for what it is
+    """References to an earlier life of their page, or more releases than references. Nothing was changed.
+
+    Attributes
+    ----------
+    count : int
+        How many of the references given.
+    first : int
+        The first of them.
+    """
+
+    count: int = 0
+    first: int = 0
+
+
+class TenantError(KvallocError, ValueError):
+    """A tenant that can't be as asked: its name, its place in the tree, its numbers."""
+
+
+class UnknownTenant(TenantError, LookupError):  # noqa: N818 - named for what it is
+    """No tenant has this name, and the pool has no default for unknown ones."""
+
+
+class WrongPool(KvallocError, ValueError):  # noqa: N818 - named for what it is
+    """The handle belongs to another pool."""
+
+
+class PinError(KvallocError, RuntimeError):
+    """A pin over its owner's budget, of pages that are not published, or one that has ended already."""
+
+
+class InUse(KvallocError, RuntimeError):  # noqa: N818 - named for what it is
+    """Published pages are held or pinned, so the prefix cache was not reset.
+
+    Attributes
+    ----------
+    pages : int
+        How many.
+    """
+
+    pages: int = 0

@@ -1,0 +1,288 @@
+//! Scheduler steps on one pool from several threads, a batch each, against the same books under one mutex.
+//!
+//! `cargo bench -p kvalloc-core --bench threads_step`
+//!
+//! Prints steps with their commits a second with one and two threads, and the tail of a step's time with eight threads on however few cores
+//! there are: there a thread that is preempted while it holds the mutex makes all others wait.
+
+#![allow(clippy::print_stdout, reason = "a bench prints its table")]
+use std::{
+    hint::black_box,
+    sync::{Arc, Barrier, Mutex},
+    thread,
+    time::{Duration, Instant},
+};
+
+use kvalloc_core::{
+    arrays::{Owned, Shape},
+    batch::Batch,
+    hash::Secret,
+    ledger::{Policy, ROOT},
+    pool::{Options, Pool},
+    sequence::{Open, Sequence},
+    spec::{Dtype, GroupKind, GroupSpec, Layout, Spec},
+};
+
+const PAGE: u32 = 16;
+const ROWS: usize = 256;
+const LONGEST: u32 = 8192;
+const START: u32 = 512;
+
+/// What both sides do: a step and a commit of a batch of decoding rows.
+trait Steps: Send {
+    /// Charges, page edges, array writes.
+    fn step(&mut self);
+    /// The model has run: tokens become known, full pages are published.
+    fn commit(&mut self);
+    /// Begin anew when the rows have grown to the end.
+    fn restart(&mut self);
+}
+
+struct Ours {
+    pool: Arc<Pool>,
+    batch: Batch,
+    sequences: Vec<Arc<Sequence>>,
+    tenant: kvalloc_core::word::TenantId,
+    sampled: Vec<i32>,
+    thread: u32,
+}
+
+fn pool(threads: usize) -> Arc<Pool> {
+    let group = GroupSpec {
+        name: "full".into(),
+        kind: GroupKind::Full,
+        layers: 28,
+        kv_heads: 4,
+        k_dim: 128,
+        v_dim: 128,
+        dtype: Dtype::F16,
+        state_bytes: 0,
+    };
+    let spec = Spec::new(PAGE, vec![group], Layout::PageMajor, None).expect("a plain model");
+    let pages = (threads * ROWS) as u64 * u64::from(LONGEST / PAGE + 1);
+    let options = Options {
+        device_bytes: spec.sizes()[0] * (pages + 1),
+        host_bytes: 0,
+        secret: Some(Secret::from_bytes([1; 16])),
+        max_tenants: 64,
+        compare_tokens: true,
+        manual_clock: true,
+        events: 0,
+        force_collisions: false,
+    };
+    Arc::new(Pool::new(spec, &options).expect("fits"))
+}
+
+impl Ours {
+    fn new(pool: &Arc<Pool>, thread: u32) -> Self {
+        let shape = Shape { rows: ROWS, tokens: LONGEST, pages: (LONGEST / PAGE) as usize, step: 1 << 18 };
+        let batch = Batch::new(pool, shape, Box::new(Owned::new(shape, 1))).expect("a batch");
+        let tenant =
+            pool.ledger().create(ROOT, &format!("tenant{thread}"), &Policy::default()).expect("a tenant");
+        let mut this = Self {
+            pool: Arc::clone(pool),
+            batch,
+            sequences: Vec::new(),
+            tenant,
+            sampled: vec![7; ROWS],
+            thread,
+        };
+        this.restart();
+        this
+    }
+}
+
+impl Steps for Ours {
+    fn step(&mut self) {
+        self.batch.step(None, None, |step| assert!(step.refused.is_empty())).expect("a step");
+    }
+
+    fn commit(&mut self) {
+        self.batch.commit(Some(&self.sampled)).expect("a commit");
+    }
+
+    fn restart(&mut self) {
+        for sequence in self.sequences.drain(..) {
+            self.batch.remove(&sequence).expect("a row");
+        }
+        for row in 0..ROWS as u32 {
+            let start = START + row % PAGE;
+            let tokens = (0..start).map(|t| (self.thread * 1000 + row) * 10_000 + t).collect();
+            let sequence = self.pool.open(self.tenant, Open { tokens, ..Open::default() }).expect("opens");
+            self.batch.add(&sequence).expect("a row");
+            self.sequences.push(sequence);
+        }
+        self.step();
+        self.commit();
+    }
+}
+
+/// The same books as a scheduler would write them first: free pages and charges behind one mutex, held for a step.
+struct Books {
+    free: Vec<u32>,
+    /// Charged per tenant, its team and the pool.
+    charged: [u64; 3],
+    limit: u64,
+}
+
+struct Locked {
+    books: Arc<Mutex<Books>>,
+    slots: Vec<u32>,
+    tables: Vec<Vec<u32>>,
+    tokens: Vec<Vec<u32>>,
+    block_table: Vec<i32>,
+    seq_lens: Vec<i32>,
+    positions: Vec<i32>,
+    slot_mapping: Vec<i64>,
+}
+
+impl Locked {
+    fn new(books: &Arc<Mutex<Books>>) -> Self {
+        let mut this = Self {
+            books: Arc::clone(books),
+            slots: vec![0; ROWS],
+            tables: (0..ROWS).map(|_| Vec::with_capacity((LONGEST / PAGE) as usize)).collect(),
+            tokens: (0..ROWS).map(|_| Vec::with_capacity(LONGEST as usize)).collect(),
+            block_table: vec![0; ROWS * (LONGEST / PAGE) as usize],
+            seq_lens: vec![0; ROWS],
+            positions: vec![0; ROWS],
+            slot_mapping: vec![0; ROWS],
+        };
+        this.restart();
+        this
+    }
+
+    fn take(books: &mut Books) -> u32 {
+        assert!(books.charged.iter().all(|&c| c < books.limit), "sized for the job");
+        books.charged.iter_mut().for_each(|c| *c += 1);
+        books.free.pop().expect("sized for the job")
+    }
+}
+
+impl Steps for Locked {
+    fn step(&mut self) {
+        let width = (LONGEST / PAGE) as usize;
+        let mut books = self.books.lock().expect("no thread died");
+        for row in 0..ROWS {
+            let slot = self.slots[row];
+            if slot as usize == self.tables[row].len() * PAGE as usize {
+                let page = Self::take(&mut books);
+                self.block_table[row * width + self.tables[row].len()] = page as i32;
+                self.tables[row].push(page);
+            }
+            let page = self.tables[row][(slot / PAGE) as usize];
+            self.slot_mapping[row] = i64::from(page * PAGE + slot % PAGE);
+            self.positions[row] = slot as i32;
+            self.slots[row] = slot + 1;
+            self.seq_lens[row] = slot as i32 + 1;
+        }
+        black_box(&mut self.slot_mapping);
+    }
+
+    fn commit(&mut self) {
+        self.tokens.iter_mut().for_each(|tokens| tokens.push(7));
+    }
+
+    fn restart(&mut self) {
+        let mut books = self.books.lock().expect("no thread died");
+        for row in 0..ROWS {
+            let freed = self.tables[row].len() as u64;
+            books.free.append(&mut self.tables[row]);
+            books.charged.iter_mut().for_each(|c| *c -= freed);
+            self.slots[row] = START + row as u32 % PAGE;
+            self.tokens[row].clear();
+            while self.tables[row].len() * (PAGE as usize) < self.slots[row] as usize {
+                let page = Self::take(&mut books);
+                self.tables[row].push(page);
+            }
+        }
+    }
+}
+
+/// Makes a side for a thread.
+type Make<'a> = &'a (dyn Fn(usize) -> Box<dyn Steps> + Sync);
+
+/// Steps a second of all threads together, and every step's time in ns, sorted.
+fn run(threads: usize, time: Duration, make: Make<'_>) -> (f64, Vec<u64>) {
+    let barrier = Barrier::new(threads);
+    let results = thread::scope(|scope| {
+        let handles: Vec<_> = (0..threads)
+            .map(|t| {
+                let barrier = &barrier;
+                scope.spawn(move || {
+                    let mut side = make(t);
+                    let mut times = Vec::with_capacity(1 << 20);
+                    let steps_to_end = LONGEST - START - PAGE - 8;
+                    barrier.wait();
+                    let mut busy = Duration::ZERO;
+                    'all: loop {
+                        for _ in 0..steps_to_end {
+                            let start = Instant::now();
+                            side.step();
+                            times.push(start.elapsed().as_nanos() as u64);
+                            side.commit();
+                            busy += start.elapsed();
+                            if busy > time {
+                                break 'all;
+                            }
+                        }
+                        side.restart();
+                    }
+                    (times.len() as f64 / busy.as_secs_f64(), times)
+                })
+            })
+            .collect();
+        handles.into_iter().map(|h| h.join().expect("a thread")).collect::<Vec<_>>()
+    });
+    let rate = results.iter().map(|r| r.0).sum();
+    let mut times: Vec<u64> = results.into_iter().flat_map(|r| r.1).collect();
+    times.sort_unstable();
+    (rate, times)
+}
+
+fn main() {
+    let books = |threads: usize| {
+        let pages = threads as u32 * ROWS as u32 * (LONGEST / PAGE + 1);
+        Arc::new(Mutex::new(Books {
+            free: (0..pages).rev().collect(),
+            charged: [0; 3],
+            limit: u64::from(pages),
+        }))
+    };
+    println!(
+        "{:<10} {:>7} {:>14} {:>10} {:>10} {:>12}",
+        "books", "threads", "steps/s", "p50 us", "p99 us", "p99.9 us"
+    );
+    let mut tails = Vec::new();
+    let mut rates = Vec::new();
+    for threads in [1, 2, 8] {
+        let pool = pool(threads);
+        let locked = books(threads);
+        let ours = |t: usize| Box::new(Ours::new(&pool, t as u32)) as Box<dyn Steps>;
+        let theirs = |_: usize| Box::new(Locked::new(&locked)) as Box<dyn Steps>;
+        let sides: [(&str, Make<'_>); 2] =
+            [("kvalloc", &ours), ("mutex", &theirs)];
+        for (name, make) in sides {
+            let (rate, times) = run(threads, Duration::from_secs(3), make);
+            let at = |q: f64| times[((times.len() - 1) as f64 * q) as usize] as f64 / 1e3;
+            println!(
+                "{name:<10} {threads:>7} {rate:>14.0} {:>10.2} {:>10.2} {:>12.2}",
+                at(0.5),
+                at(0.99),
+                at(0.999)
+            );
+            rates.push((name, threads, rate));
+            tails.push((name, threads, at(0.999)));
+        }
+        let report = pool.audit();
+        assert!(report.findings.is_empty(), "{report:?}");
+    }
+    let rate = |name, threads| rates.iter().find(|r| r.0 == name && r.1 == threads).map_or(0.0, |r| r.2);
+    let tail = |name| tails.iter().find(|r| r.0 == name && r.1 == 8).map_or(0.0, |r| r.2);
+    println!(
+        "two threads against one: kvalloc {:.2}, mutex {:.2}",
+        rate("kvalloc", 2) / rate("kvalloc", 1),
+        rate("mutex", 2) / rate("mutex", 1)
+    );
+    println!("p99.9 with 8 threads: kvalloc / mutex = {:.3}", tail("kvalloc") / tail("mutex"));
+}

@@ -1,0 +1,121 @@
+//! May this start now? The whole need of a request against what there is: now, wait (for whom, how much), or never.
+//!
+//! An answer is about a moment; [`Pool::open`] with `admit` is what reserves. Never is final: it does not depend on what
+//! others hold, only on limits, reserves and the pool's size. Callers: sequence.rs, the binding.
+
+use crate::{
+    error::{Error, Refusal, Why},
+    hash::Context,
+    pool::Pool,
+    prefix::Prompt,
+    stats::TenantCounter,
+    word::{GroupId, TenantId, Tier, Units},
+};
+
+/// The answer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Verdict {
+    /// It fits.
+    Now,
+    /// It will fit once something is given back.
+    Wait,
+    /// It can never fit.
+    Never,
+}
+
+/// The answer to "may this start now?".
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Admission {
+    /// The answer.
+    pub verdict: Verdict,
+    /// Bytes it needs beyond the pages of its prompt that are held by others already.
+    pub need: u64,
+    /// Bytes there are now (for [`Verdict::Never`]: can ever be).
+    pub room: u64,
+    /// The level that is in the way: a tenant whose limit it is, or the root.
+    pub behind: TenantId,
+    /// In which way.
+    pub why: Why,
+}
+
+impl Pool {
+    /// The most units a sequence on its way to `total` tokens holds.
+    pub(crate) fn need(&self, total: u32) -> u64 {
+        let page_tokens = self.spec.page_tokens();
+        let groups = self.groups.iter().enumerate();
+        groups
+            .map(|(g, info)| {
+                u64::from(self.spec.peak_pages(GroupId(g as u8), total, page_tokens)) * u64::from(info.units)
+            })
+            .sum()
+    }
+
+    /// Refuse what can never fit.
+    pub(crate) fn check_ever(&self, tenant: TenantId, total: u32) -> Result<(), Error> {
+        let need = self.need(total);
+        let room = self.ledger.room(Tier::Device, tenant, Units(u32::try_from(need).unwrap_or(u32::MAX)));
+        if need <= u64::from(room.ever.0) {
+            return Ok(());
+        }
+        Err(Error::Never(Refusal {
+            why: Why::Limit,
+            tier: Tier::Device,
+            tenant,
+            level: room.ever_level,
+            asked: need * self.spec.unit(),
+            room: self.bytes(room.ever.0),
+        }))
+    }
+
+    /// May a prompt start now, to grow by `max_new` tokens?
+    ///
+    /// # Errors
+    /// An empty or absurdly long prompt, no such tenant.
+    pub fn admit(
+        &self,
+        tenant: TenantId,
+        tokens: &[u32],
+        length: u32,
+        max_new: u32,
+    ) -> Result<Admission, Error> {
+        self.check_open()?;
+        self.check_tenant(tenant)?;
+        let total = length
+            .checked_add(max_new)
+            .filter(|&n| length > 0 && n <= crate::sequence::MAX_TOKENS)
+            .ok_or_else(|| {
+            Error::Argument(format!(
+                "a prompt of {length} tokens and {max_new} new ones; it needs at least 1 and has at most {}",
+                crate::sequence::MAX_TOKENS
+            ))
+        })?;
+        let all = self.need(total);
+        let shared: u64 = if tokens.is_empty() {
+            0
+        } else {
+            let root = self.hasher.root(&Context { weights: self.weights_epoch_now(), ..Context::default() });
+            let pages = self.peek_prefix(&Prompt { tenant, tokens, root }, &[]);
+            let held = pages.iter().filter(|p| self.pages.read(p.id).is_held());
+            held.map(|p| u64::from(self.units_of(p.id))).sum()
+        };
+        let units = all.saturating_sub(shared);
+        let capped = Units(u32::try_from(units).unwrap_or(u32::MAX));
+        let room = self.ledger.room(Tier::Device, tenant, capped);
+        let answer = |verdict, room: Units, behind, why| Admission {
+            verdict,
+            need: units * self.spec.unit(),
+            room: self.bytes(room.0),
+            behind,
+            why,
+        };
+        if units > u64::from(room.ever.0) {
+            return Ok(answer(Verdict::Never, room.ever, room.ever_level, Why::Limit));
+        }
+        let why = if room.level == TenantId(0) { Why::Claim } else { Why::Limit };
+        if units > u64::from(room.now.0) {
+            self.stats.count_for(tenant, TenantCounter::Waited, 1);
+            return Ok(answer(Verdict::Wait, room.now, room.level, why));
+        }
+        Ok(answer(Verdict::Now, room.now, tenant, why))
+    }
+}

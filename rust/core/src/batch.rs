@@ -1,0 +1,907 @@
+//! One call per scheduler step: every running sequence gets room for its next tokens, and the kernels' arrays are filled.
+//!
+//! A batch is a set of rows that persist between steps. A row holds the body of a sequence, which lies here and not
+//! behind its handle while it stands in the batch, so a step takes one lock (its own, and only tried), however many rows
+//! there are. What a step looks at in every row lies in arrays of its own ([`Hot`]); a row's body is touched only where a
+//! page edge is crossed, a window moves on, or a shared page is about to be written.
+//!
+//! # Invariant
+//!
+//! For every row: `written <= slots <= room`, `room` is what its pages hold (0 while the page of the next slot may be
+//! shared, so that the slow path looks at it), and the page of the last slot is its last page: `base[group] + position`
+//! is a slot in it. Between calls, `Hot` is the truth for `slots`, `written` and `known`; the body has it while somebody
+//! works on the sequence by its handle ([`Inner::visit`]).
+//!
+//! Steps that are not committed are remembered in order; taking a row out forgets what they did for it.
+//!
+//! Callers: the binding; sequence handles (handle.rs) for sequences that stand here.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use crate::{
+    arrays::{Arrays, Shape},
+    error::{Error, Refusal, Why},
+    frame::BatchSlot,
+    pool::{Pool, Scratch},
+    sequence::{Body, Place, Sequence, try_lock},
+    stats::Counter,
+    sync::{Atom, Mutex},
+    word::{FrameId, GroupId, Lane, PageRef, Tier},
+};
+
+/// Steps that may wait for their commit.
+pub const MAX_OUTSTANDING: usize = 8;
+
+/// A page that has to be copied before the step's kernels run: its content was shared.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Copy {
+    /// The layer group.
+    pub group: GroupId,
+    /// Read this frame,
+    pub from: FrameId,
+    /// and write this one.
+    pub to: FrameId,
+}
+
+/// What a step did.
+#[derive(Debug, Default)]
+pub struct Step {
+    /// Tokens in the arrays.
+    pub num_tokens: u32,
+    /// Rows in the arrays.
+    pub num_rows: u32,
+    /// Tokens per row.
+    pub counts: Vec<u32>,
+    /// Rows that got nothing, and why.
+    pub refused: Vec<(u32, Refusal)>,
+    /// Copies to do before the kernels run.
+    pub copies: Vec<Copy>,
+}
+
+/// What a step looks at in every row.
+#[derive(Debug, Default)]
+struct Hot {
+    known: Vec<u32>,
+    slots: Vec<u32>,
+    written: Vec<u32>,
+    room: Vec<u32>,
+    trim: Vec<u32>,
+    publish: Vec<u32>,
+    /// Per group: the slot of the row's position 0, if its last page reached back to there.
+    base: Vec<Vec<i64>>,
+}
+
+impl Hot {
+    fn each(&mut self, mut f: impl FnMut(&mut Vec<u32>)) {
+        let Self { known, slots, written, room, trim, publish, .. } = self;
+        [known, slots, written, room, trim, publish].into_iter().for_each(&mut f);
+    }
+}
+
+#[derive(Debug)]
+struct Row {
+    body: Box<Body>,
+    sequence: Arc<Sequence>,
+}
+
+/// A step that is not committed.
+#[derive(Debug, Default)]
+struct Record {
+    rows: usize,
+    /// Tokens per entry; empty: one each.
+    counts: Vec<u32>,
+    /// The row of each entry now; empty: where it was.
+    at: Vec<u32>,
+    /// Sources of copies, held until the copies are done.
+    sources: Vec<PageRef>,
+}
+
+const GONE: u32 = u32::MAX;
+
+/// The state of a batch.
+#[derive(Debug)]
+pub(crate) struct Inner {
+    lane: Lane,
+    rows: Vec<Row>,
+    hot: Hot,
+    step: Step,
+    outstanding: VecDeque<Record>,
+    spare: Vec<Record>,
+    arrays: Box<dyn Arrays>,
+    scratch: Scratch,
+    /// Rows that the step in progress has to look at.
+    tight: Vec<u32>,
+    /// Tokens and rows in the arrays since the last step.
+    shown: usize,
+    moves: u64,
+}
+
+/// What handles of sequences in the batch share with it.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pool: Arc<Pool>,
+    shape: Shape,
+    member: BatchSlot,
+    inner: Mutex<Inner>,
+}
+
+/// A batch.
+#[derive(Debug)]
+pub struct Batch {
+    shared: Arc<Shared>,
+}
+
+impl Batch {
+    /// A batch whose steps fill `arrays`, which have this `shape`.
+    ///
+    /// # Errors
+    /// The pool is closed, or has too many batches.
+    pub fn new(pool: &Arc<Pool>, shape: Shape, arrays: Box<dyn Arrays>) -> Result<Self, Error> {
+        pool.check_open()?;
+        let member = pool.quiescence.register().map_err(|e| Error::Argument(e.to_string()))?;
+        let rows = shape.rows;
+        let mut hot = Hot { base: vec![Vec::with_capacity(rows); pool.groups.len()], ..Hot::default() };
+        hot.each(|v| v.reserve_exact(rows));
+        let inner = Inner {
+            lane: pool.next_lane(),
+            rows: Vec::with_capacity(rows),
+            hot,
+            step: Step {
+                counts: Vec::with_capacity(rows),
+                refused: Vec::with_capacity(rows),
+                ..Step::default()
+            },
+            outstanding: VecDeque::with_capacity(MAX_OUTSTANDING),
+            spare: Vec::with_capacity(MAX_OUTSTANDING),
+            arrays,
+            scratch: Scratch::default(),
+            tight: Vec::with_capacity(rows),
+            shown: 0,
+            moves: pool.moves.get(),
+        };
+        Ok(Self {
+            shared: Arc::new(Shared { pool: Arc::clone(pool), shape, member, inner: Mutex::new(inner) }),
+        })
+    }
+
+    /// The pool.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.shared.pool
+    }
+
+    /// The shape of the arrays.
+    pub fn shape(&self) -> Shape {
+        self.shared.shape
+    }
+
+    /// The number of rows.
+    ///
+    /// # Errors
+    /// Busy.
+    pub fn rows(&self) -> Result<usize, Error> {
+        Ok(try_lock(&self.shared.inner, "the batch")?.rows.len())
+    }
+
+    /// Give a sequence a row.
+    ///
+    /// # Errors
+    /// Busy; the sequence is closed, in a batch already, of another pool, or too long; the batch is full.
+    pub fn add(&self, sequence: &Arc<Sequence>) -> Result<usize, Error> {
+        let Shared { pool, shape, .. } = &*self.shared;
+        pool.check_open()?;
+        if !Arc::ptr_eq(pool, &sequence.pool) {
+            return Err(Error::WrongPool("the sequence"));
+        }
+        let mut place = try_lock(&sequence.place, "the sequence")?;
+        let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
+        let _op = pool.enter(inner.lane);
+        match &*place {
+            Place::Closed => return Err(Error::Closed("the sequence")),
+            Place::Batched(at) if at.strong_count() > 0 => {
+                return Err(Error::Argument(
+                    "the sequence has a row in a batch already; remove it there first".into(),
+                ));
+            }
+            Place::Idle(body) if body.known().max(body.slots) > shape.tokens => {
+                return Err(Error::Argument(format!(
+                    "the sequence has {} tokens; a row of this batch shows at most {}",
+                    body.known(),
+                    shape.tokens
+                )));
+            }
+            _ => {}
+        }
+        if inner.rows.len() == shape.rows {
+            return Err(Error::Argument(format!("all {} rows of the batch are taken", shape.rows)));
+        }
+        match std::mem::replace(&mut *place, Place::Batched(Arc::downgrade(&self.shared))) {
+            Place::Idle(body) => {
+                let row = inner.rows.len();
+                sequence.row.put(row as u32);
+                inner.push(pool, *shape, Row { body, sequence: Arc::clone(sequence) });
+                Ok(row)
+            }
+            // Only an idle one got here; its batch is gone and has given everything back.
+            other => {
+                *place = other;
+                Err(Error::Closed("the sequence"))
+            }
+        }
+    }
+
+    /// Take a sequence out of its row. The last row moves into the hole: its old number, if one moved.
+    ///
+    /// # Errors
+    /// Busy; the sequence has no row here.
+    pub fn remove(&self, sequence: &Sequence) -> Result<Option<usize>, Error> {
+        let mut place = try_lock(&sequence.place, "the sequence")?;
+        let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
+        let _op = self.shared.pool.enter(inner.lane);
+        let row = inner.find(sequence)?;
+        let body = inner.pull(&self.shared.pool, self.shared.shape, row);
+        *place = Place::Idle(body);
+        Ok((row < inner.rows.len()).then_some(inner.rows.len()))
+    }
+
+    /// Give each row room for its next tokens and fill the arrays. `counts`: tokens per row; without: one for a row whose
+    /// prompt is in, else as much of the prompt as `budget` allows. `seen` gets what the step did.
+    ///
+    /// # Errors
+    /// Busy; counts that don't fit; too many steps without a commit. Then nothing was done.
+    pub fn step<R>(
+        &self,
+        counts: Option<&[i32]>,
+        budget: Option<u32>,
+        seen: impl FnOnce(&Step) -> R,
+    ) -> Result<R, Error> {
+        let Shared { pool, shape, member, .. } = &*self.shared;
+        let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
+        pool.check_open()?;
+        if inner.outstanding.len() == MAX_OUTSTANDING {
+            return Err(Error::Argument(format!(
+                "{MAX_OUTSTANDING} steps wait for their commit; commit first"
+            )));
+        }
+        let _op = pool.enter(inner.lane);
+        inner.plan(*shape, counts, budget)?;
+        let entered = pool.quiescence.enter(*member);
+        inner.make_room(pool, *shape);
+        inner.write(pool, *shape);
+        pool.quiescence.step(*member, entered);
+        inner.remember();
+        pool.stats.count(inner.lane, Counter::Steps, 1);
+        Ok(seen(&inner.step))
+    }
+
+    /// What the last step did.
+    ///
+    /// # Errors
+    /// Busy.
+    pub fn last<R>(&self, see: impl FnOnce(&Step) -> R) -> Result<R, Error> {
+        Ok(see(&try_lock(&self.shared.inner, "the batch")?.step))
+    }
+
+    /// The sequence in a row.
+    ///
+    /// # Errors
+    /// Busy.
+    pub fn sequence(&self, row: usize) -> Result<Option<Arc<Sequence>>, Error> {
+        let inner = try_lock(&self.shared.inner, "the batch")?;
+        Ok(inner.rows.get(row).map(|r| Arc::clone(&r.sequence)))
+    }
+
+    /// The model has run for the oldest step that is not committed: its tokens are written. `sampled`: the next token of
+    /// each row of that step, negative where there is none. Full pages are published.
+    ///
+    /// # Errors
+    /// Busy; no step waits; as many tokens as rows. Then nothing was done.
+    pub fn commit(&self, sampled: Option<&[i32]>) -> Result<(), Error> {
+        let Shared { pool, member, .. } = &*self.shared;
+        let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
+        let Some(record) = inner.outstanding.front() else {
+            return Err(Error::Argument("no step waits for a commit; call step first".into()));
+        };
+        if let Some(sampled) = sampled
+            && sampled.len() != record.rows
+        {
+            return Err(Error::Argument(format!(
+                "{} sampled tokens for a step of {} rows",
+                sampled.len(),
+                record.rows
+            )));
+        }
+        let _op = pool.enter(inner.lane);
+        inner.commit(pool, sampled);
+        if inner.outstanding.is_empty() {
+            pool.quiescence.quiesce(*member);
+        }
+        Ok(())
+    }
+
+    /// Fill other arrays of the same shape from now on.
+    ///
+    /// # Errors
+    /// Busy.
+    pub fn bind(&self, arrays: Box<dyn Arrays>) -> Result<(), Error> {
+        let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
+        inner.arrays = arrays;
+        for row in 0..inner.rows.len() {
+            inner.sync_out(row);
+            inner.sync_in(&self.shared.pool, self.shared.shape, row);
+        }
+        inner.shown = self.shared.shape.step as usize;
+        Ok(())
+    }
+
+    /// Take every sequence out. They stay open.
+    ///
+    /// # Errors
+    /// Busy, also if one of the sequences is: those before it are out then.
+    pub fn clear(&self) -> Result<(), Error> {
+        while let Some(last) = self.rows()?.checked_sub(1) {
+            if let Some(sequence) = self.sequence(last)? {
+                self.remove(&sequence)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Steps that wait for their commit.
+    ///
+    /// # Errors
+    /// Busy.
+    pub fn outstanding(&self) -> Result<usize, Error> {
+        Ok(try_lock(&self.shared.inner, "the batch")?.outstanding.len())
+    }
+
+    /// The tables of a group as FlashInfer reads them: `indptr` of rows + 1, the frames, and how full each row's last page
+    /// is. Pages that left the window are not listed.
+    ///
+    /// # Errors
+    /// Busy; no such group.
+    pub fn csr(
+        &self,
+        group: GroupId,
+        indptr: &mut Vec<i32>,
+        indices: &mut Vec<i32>,
+        last: &mut Vec<i32>,
+    ) -> Result<(), Error> {
+        let Shared { pool, .. } = &*self.shared;
+        pool.check_group(group)?;
+        let inner = try_lock(&self.shared.inner, "the batch")?;
+        let page_tokens = pool.spec.page_tokens();
+        indptr.clear();
+        indices.clear();
+        last.clear();
+        indptr.push(0);
+        for (row, slots) in inner.rows.iter().zip(&inner.hot.slots) {
+            let table = &row.body.tables[group.as_usize()];
+            indices.extend(table.live().iter().map(|p| pool.pages.location(p.id).frame().0 as i32));
+            indptr.push(indices.len() as i32);
+            last.push(if *slots == 0 { 0 } else { ((slots - 1) % page_tokens + 1) as i32 });
+        }
+        Ok(())
+    }
+}
+
+impl Shared {
+    /// Work on the body of a sequence that stands here.
+    pub(crate) fn visit<R>(
+        &self,
+        sequence: &Sequence,
+        f: impl FnOnce(&mut Body, &mut Scratch) -> R,
+    ) -> Result<R, Error> {
+        let inner = &mut *try_lock(&self.inner, "the batch")?;
+        let row = inner.find(sequence)?;
+        inner.sync_out(row);
+        let answer = f(&mut inner.rows[row].body, &mut inner.scratch);
+        inner.sync_in(&self.pool, self.shape, row);
+        Ok(answer)
+    }
+
+    /// Take a sequence out, to close it.
+    pub(crate) fn expel(&self, sequence: &Sequence) -> Result<Box<Body>, Error> {
+        let inner = &mut *try_lock(&self.inner, "the batch")?;
+        let row = inner.find(sequence)?;
+        Ok(inner.pull(&self.pool, self.shape, row))
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let Self { pool, shape, member, inner } = self;
+        let inner = inner.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        while !inner.rows.is_empty() {
+            let last = inner.rows.len() - 1;
+            let sequence = Arc::clone(&inner.rows[last].sequence);
+            let body = inner.pull(pool, *shape, last);
+            // Whoever holds this lock never waits for another, so this waits for a moment at most.
+            let mut place = sequence.place.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            *place = Place::Idle(body);
+        }
+        while let Some(record) = inner.outstanding.pop_front() {
+            pool.let_go(inner.lane, &record.sources, &mut inner.scratch);
+        }
+        pool.quiescence.leave(*member);
+    }
+}
+
+impl Inner {
+    fn find(&self, sequence: &Sequence) -> Result<usize, Error> {
+        let row = sequence.row.get() as usize;
+        match self.rows.get(row) {
+            Some(found) if std::ptr::eq(&raw const *found.sequence, sequence) => Ok(row),
+            _ => Err(Error::Argument("the sequence has no row in this batch".into())),
+        }
+    }
+
+    fn push(&mut self, pool: &Pool, shape: Shape, row: Row) {
+        let at = self.rows.len();
+        self.rows.push(row);
+        self.hot.each(|v| v.push(0));
+        self.hot.base.iter_mut().for_each(|b| b.push(0));
+        self.sync_in(pool, shape, at);
+    }
+
+    /// Take a row out, and what steps that are not committed did for it.
+    fn pull(&mut self, pool: &Pool, shape: Shape, row: usize) -> Box<Body> {
+        self.sync_out(row);
+        let last = self.rows.len() - 1;
+        let mut body = self.rows.swap_remove(row).body;
+        body.slots = body.written;
+        body.shrink_to(pool, self.lane, body.slots, &mut self.scratch);
+        self.hot.each(|v| {
+            v.swap_remove(row);
+        });
+        for base in &mut self.hot.base {
+            base.swap_remove(row);
+        }
+        if let Some(moved) = self.rows.get(row) {
+            moved.sequence.row.put(row as u32);
+        }
+        for record in &mut self.outstanding {
+            if record.at.is_empty() {
+                record.at.extend(0..record.rows as u32);
+            }
+            for at in &mut record.at {
+                if *at == row as u32 {
+                    *at = GONE;
+                } else if *at == last as u32 {
+                    *at = row as u32;
+                }
+            }
+        }
+        let arrays = self.arrays.rows();
+        arrays.seq_lens[row] = arrays.seq_lens[last];
+        arrays.seq_lens[last] = 0;
+        for g in 0..self.hot.base.len() {
+            let table = self.arrays.group(g).block_table;
+            let (to, from) = (row * shape.pages, last * shape.pages);
+            table.copy_within(from..from + shape.pages, to);
+            table[from..from + shape.pages].fill(0);
+        }
+        body
+    }
+
+    /// The row's counts into its body.
+    fn sync_out(&mut self, row: usize) {
+        let body = &mut self.rows[row].body;
+        body.slots = self.hot.slots[row];
+        body.written = self.hot.written[row];
+    }
+
+    /// The body's counts into the row, and its pages into the arrays.
+    fn sync_in(&mut self, pool: &Pool, shape: Shape, row: usize) {
+        let body = &self.rows[row].body;
+        self.hot.known[row] = body.known();
+        self.hot.slots[row] = body.slots;
+        self.hot.written[row] = body.written;
+        self.hot.publish[row] = body.next_publish(pool.spec.page_tokens());
+        self.hot.trim[row] = body.next_trim(pool);
+        for g in 0..self.hot.base.len() {
+            let table = &self.rows[row].body.tables[g];
+            let shown = &mut self.arrays.group(g).block_table[row * shape.pages..][..shape.pages];
+            let frames = table.live().iter().map(|p| pool.pages.location(p.id).frame().0 as i32);
+            let start = table.start as usize;
+            shown[..start].fill(0);
+            let mut end = start;
+            for (entry, frame) in shown[start..].iter_mut().zip(frames) {
+                *entry = frame;
+                end += 1;
+            }
+            shown[end..].fill(0);
+        }
+        self.settle(pool, row);
+    }
+
+    /// What the row's pages hold, and where the last one is.
+    fn settle(&mut self, pool: &Pool, row: usize) {
+        let page_tokens = pool.spec.page_tokens();
+        let body = &self.rows[row].body;
+        let mut room = u32::MAX;
+        for (g, (table, base)) in body.tables.iter().zip(&mut self.hot.base).enumerate() {
+            if pool.is_state(GroupId(g as u8)) {
+                if table.pages.is_empty() {
+                    room = 0;
+                }
+                continue;
+            }
+            let pages = table.pages.len() as u32;
+            room = room.min(pages * page_tokens);
+            if let Some(last) = table.live().last() {
+                let frame = pool.pages.location(last.id).frame();
+                base[row] = (i64::from(frame.0) - i64::from(pages - 1)) * i64::from(page_tokens);
+            }
+        }
+        self.hot.room[row] = if body.shared_tail { 0 } else { room };
+    }
+
+    /// How many tokens each row should get.
+    fn plan(&mut self, shape: Shape, counts: Option<&[i32]>, budget: Option<u32>) -> Result<(), Error> {
+        let rows = self.rows.len();
+        let plan = &mut self.step.counts;
+        if let Some(counts) = counts {
+            if counts.len() != rows {
+                return Err(Error::Argument(format!("{} counts for {rows} rows", counts.len())));
+            }
+            if let Some((row, &count)) = counts.iter().enumerate().find(|(_, c)| **c < 0) {
+                return Err(Error::Argument(format!(
+                    "the count of row {row} is {count}; it must not be negative"
+                )));
+            }
+            let total: u64 = counts.iter().map(|&c| u64::from(c.unsigned_abs())).sum();
+            let most = budget.map_or(shape.step, |b| b.min(shape.step));
+            if total > u64::from(most) {
+                return Err(Error::Argument(format!(
+                    "the counts sum to {total}; this step shows at most {most} tokens"
+                )));
+            }
+            plan.clear();
+            plan.extend(counts.iter().map(|&c| c.unsigned_abs()));
+            return Ok(());
+        }
+        plan.clear();
+        plan.extend(
+            self.hot
+                .known
+                .iter()
+                .zip(&self.hot.slots)
+                .map(|(&known, &slots)| known.saturating_sub(slots).max(1)),
+        );
+        let most = budget.map_or(shape.step, |b| b.min(shape.step));
+        let total: u64 = plan.iter().map(|&c| u64::from(c)).sum();
+        if total > u64::from(most) {
+            // Rows that decode first, then as much of the prompts as fits, in the order of the rows.
+            let mut left = most;
+            for decoding in [true, false] {
+                for (count, (known, slots)) in plan.iter_mut().zip(self.hot.known.iter().zip(&self.hot.slots))
+                {
+                    if (known.saturating_sub(*slots) <= 1) == decoding {
+                        *count = (*count).min(left);
+                        left -= *count;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Pages for every row that needs some. Rows that can't grow as planned get less, or nothing.
+    fn make_room(&mut self, pool: &Pool, shape: Shape) {
+        self.step.refused.clear();
+        self.step.copies.clear();
+        let moves = pool.moves.get();
+        if moves != self.moves {
+            self.moves = moves;
+            for row in 0..self.rows.len() {
+                self.sync_out(row);
+                self.sync_in(pool, shape, row);
+            }
+        }
+        self.list_tight_rows();
+        self.cross_edges(pool, shape);
+        for at in 0..self.tight.len() {
+            let row = self.tight[at] as usize;
+            let end = self.hot.slots[row] + self.step.counts[row];
+            if end > self.hot.room[row] || self.hot.written[row] >= self.hot.trim[row] {
+                let granted = self.make_row_room(pool, shape, row, self.step.counts[row]);
+                self.step.counts[row] = granted.unwrap_or_else(|refusal| {
+                    pool.count_refusal(self.lane, &refusal);
+                    self.step.refused.push((row as u32, refusal));
+                    0
+                });
+            }
+        }
+    }
+
+    /// Rows that have to be looked at before they can be written.
+    fn list_tight_rows(&mut self) {
+        let Hot { slots, room, written, trim, .. } = &self.hot;
+        self.tight.clear();
+        let rows = self.step.counts.iter().zip(slots).zip(room).zip(written).zip(trim);
+        for (row, ((((&count, &slots), &room), &written), &trim)) in rows.enumerate() {
+            if (slots + count > room || written >= trim) && count > 0 {
+                self.tight.push(row as u32);
+            }
+        }
+    }
+
+    /// The common case, many rows at once: a page has just been filled, the next one is needed, and frames are free.
+    fn cross_edges(&mut self, pool: &Pool, shape: Shape) {
+        let page_tokens = pool.spec.page_tokens();
+        if self.tight.len() < 2 || pool.groups.len() > 1 || pool.is_state(GroupId(0)) {
+            return;
+        }
+        let group = GroupId(0);
+        let claimed = pool.claim_free(self.lane, group, self.tight.len(), &mut self.scratch);
+        let table = self.arrays.group(0).block_table;
+        // Taken from the end.
+        self.scratch.ids.reverse();
+        self.scratch.frames.reverse();
+        for &row in &self.tight {
+            let row = row as usize;
+            let hot = &mut self.hot;
+            let slots = hot.slots[row];
+            let body = &mut self.rows[row].body;
+            let plain = self.step.counts[row] == 1
+                && hot.room[row] == slots
+                && hot.written[row] < hot.trim[row]
+                && slots < shape.tokens
+                && body.pays_alone();
+            if !plain {
+                continue;
+            }
+            let (tenant, promise) = body.purse();
+            let Some((page, frame)) = pool.take_claimed(self.lane, tenant, group, promise, &mut self.scratch)
+            else {
+                break;
+            };
+            let pages = &mut body.tables[0].pages;
+            table[row * shape.pages + pages.len()] = frame.0 as i32;
+            hot.base[0][row] = (i64::from(frame.0) - pages.len() as i64) * i64::from(page_tokens);
+            hot.room[row] = slots + page_tokens;
+            pages.push(page);
+        }
+        pool.unclaim(self.lane, group, claimed - self.scratch.ids.len(), &self.scratch);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn make_row_room(&mut self, pool: &Pool, shape: Shape, row: usize, count: u32) -> Result<u32, Refusal> {
+        let page_tokens = pool.spec.page_tokens();
+        self.sync_out(row);
+        let slots = self.hot.slots[row];
+        let tenant = self.rows[row].body.tenant;
+        let tokens =
+            |why, asked, room| Refusal { why, tier: Tier::Device, tenant, level: tenant, asked, room };
+        if slots >= shape.tokens {
+            return Err(tokens(Why::Row, u64::from(slots) + u64::from(count), u64::from(shape.tokens)));
+        }
+        let mut count = count.min(shape.tokens - slots);
+        if self.hot.written[row] >= self.hot.trim[row] {
+            self.trim_row(pool, shape, row);
+        }
+        if self.rows[row].body.shared_tail {
+            self.unshare_tail(pool, shape, row)?;
+        }
+        let body = &mut self.rows[row].body;
+        let first_new = slots.div_ceil(page_tokens);
+        loop {
+            match body.grow(pool, self.lane, slots + count, &mut self.scratch) {
+                Ok(()) => break,
+                Err(refusal) => {
+                    // Half the pages, and in the end what the last page still holds.
+                    let pages = (slots + count).div_ceil(page_tokens) - first_new;
+                    let fewer = (first_new + pages / 2) * page_tokens;
+                    if pages == 0 || fewer <= slots {
+                        self.settle(pool, row);
+                        return Err(refusal);
+                    }
+                    count = fewer - slots;
+                }
+            }
+        }
+        self.show_new(pool, shape, row, first_new as usize);
+        self.settle(pool, row);
+        Ok(count)
+    }
+
+    /// The pages from `first` on into the block tables.
+    fn show_new(&mut self, pool: &Pool, shape: Shape, row: usize, first: usize) {
+        for (g, table) in self.rows[row].body.tables.iter().enumerate() {
+            let first = if pool.is_state(GroupId(g as u8)) { 0 } else { first.max(table.start as usize) };
+            let shown = &mut self.arrays.group(g).block_table[row * shape.pages..][..shape.pages];
+            for (entry, page) in shown[first..].iter_mut().zip(&table.pages[first.min(table.pages.len())..]) {
+                *entry = pool.pages.location(page.id).frame().0 as i32;
+            }
+        }
+    }
+
+    fn trim_row(&mut self, pool: &Pool, shape: Shape, row: usize) {
+        let body = &mut self.rows[row].body;
+        body.trim(pool, self.lane, &mut self.scratch);
+        for (g, table) in body.tables.iter().enumerate() {
+            let start = (table.start as usize).min(shape.pages);
+            self.arrays.group(g).block_table[row * shape.pages..][..start].fill(0);
+        }
+        self.hot.trim[row] = body.next_trim(pool);
+    }
+
+    /// The page of the next slot must be this sequence's alone before it is written: take it out of the index, or go on in
+    /// a copy.
+    fn unshare_tail(&mut self, pool: &Pool, shape: Shape, row: usize) -> Result<(), Refusal> {
+        let page_tokens = pool.spec.page_tokens();
+        let body = &mut self.rows[row].body;
+        let (tenant, slots) = (body.tenant, body.slots);
+        for g in 0..body.tables.len() {
+            let group = GroupId(g as u8);
+            let at = match pool.is_state(group) {
+                true => 0,
+                false if slots % page_tokens == 0 => continue,
+                false => (slots / page_tokens) as usize,
+            };
+            let Some(&page) = body.tables[g].pages.get(at) else { continue };
+            if pool.make_private(page, group) {
+                continue;
+            }
+            let mut none = 0;
+            let promise = body.promises.iter_mut().find(|p| p.0 == tenant).map_or(&mut none, |p| &mut p.1);
+            let mut copy = Vec::with_capacity(1);
+            pool.take(self.lane, tenant, group, 1, promise, &mut copy, &mut self.scratch)?;
+            let frame = |page: PageRef| pool.pages.location(page.id).frame();
+            self.step.copies.push(Copy { group, from: frame(page), to: frame(copy[0]) });
+            pool.stats.count(self.lane, Counter::CopiesOnWrite, 1);
+            self.scratch.sources.push(page);
+            self.arrays.group(g).block_table[row * shape.pages + at] = frame(copy[0]).0 as i32;
+            body.tables[g].pages[at] = copy[0];
+        }
+        body.shared_tail = false;
+        Ok(())
+    }
+
+    /// The arrays of this step.
+    fn write(&mut self, pool: &Pool, shape: Shape) {
+        let page_tokens = pool.spec.page_tokens();
+        let rows = self.rows.len();
+        let counts = &self.step.counts[..rows];
+        let slots = &mut self.hot.slots[..rows];
+        let total: usize = counts.iter().map(|&c| c as usize).sum();
+        let one_each = total == rows && counts.iter().all(|&c| c == 1);
+        for g in 0..self.hot.base.len() {
+            if pool.is_state(GroupId(g as u8)) {
+                continue;
+            }
+            let base = &self.hot.base[g][..rows];
+            let mapping = self.arrays.group(g).slot_mapping;
+            if one_each {
+                for ((slot, base), position) in mapping.iter_mut().zip(base).zip(&*slots) {
+                    *slot = base + i64::from(*position);
+                }
+            } else {
+                let mut rest = &mut *mapping;
+                for (row, &count) in counts.iter().enumerate() {
+                    let (mine, others) = rest.split_at_mut(count as usize);
+                    rest = others;
+                    let first = slots[row];
+                    let pages = &self.rows[row].body.tables[g].pages;
+                    let mut position = first;
+                    for run in chunks_at_edges(mine, first, page_tokens) {
+                        let page = pages[(position / page_tokens) as usize];
+                        let frame = pool.pages.location(page.id).frame();
+                        let start =
+                            i64::from(frame.0) * i64::from(page_tokens) + i64::from(position % page_tokens);
+                        for (slot, value) in run.iter_mut().zip(start..) {
+                            *slot = value;
+                        }
+                        position += run.len() as u32;
+                    }
+                }
+            }
+            if self.shown > total {
+                mapping[total..self.shown].fill(-1);
+            }
+        }
+        let arrays = self.arrays.rows();
+        arrays.query_start_loc[0] = 0;
+        if one_each {
+            let starts = &mut arrays.query_start_loc[1..=rows];
+            let lens = &mut arrays.seq_lens[..rows];
+            let positions = &mut arrays.positions[..rows];
+            for (row, slot) in slots.iter_mut().enumerate() {
+                positions[row] = *slot as i32;
+                *slot += 1;
+                lens[row] = *slot as i32;
+                starts[row] = row as i32 + 1;
+            }
+        } else {
+            let mut at = 0;
+            for (row, (slot, &count)) in slots.iter_mut().zip(counts).enumerate() {
+                let end = at + count as usize;
+                for (position, value) in arrays.positions[at..end].iter_mut().zip(*slot..) {
+                    *position = value as i32;
+                }
+                *slot += count;
+                at = end;
+                arrays.seq_lens[row] = *slot as i32;
+                arrays.query_start_loc[row + 1] = at as i32;
+            }
+        }
+        debug_assert!(total <= shape.step as usize);
+        self.shown = total;
+        self.step.num_tokens = total as u32;
+        self.step.num_rows = rows as u32;
+    }
+
+    fn remember(&mut self) {
+        let mut record = self.spare.pop().unwrap_or_default();
+        record.rows = self.rows.len();
+        record.at.clear();
+        record.counts.clear();
+        if self.step.num_tokens as usize != record.rows || self.step.counts.iter().any(|&c| c != 1) {
+            record.counts.extend_from_slice(&self.step.counts);
+        }
+        record.sources.clear();
+        record.sources.append(&mut self.scratch.sources);
+        self.outstanding.push_back(record);
+    }
+
+    fn commit(&mut self, pool: &Pool, sampled: Option<&[i32]>) {
+        let Some(mut record) = self.outstanding.pop_front() else { return };
+        let mut written = 0;
+        for entry in 0..record.rows {
+            let row = match record.at.get(entry) {
+                None => entry,
+                Some(&GONE) => continue,
+                Some(&row) => row as usize,
+            };
+            let count = record.counts.get(entry).map_or(1, |&c| c);
+            if count == 0 {
+                continue;
+            }
+            let hot = &mut self.hot;
+            let now = (hot.written[row] + count).min(hot.slots[row]);
+            written += u64::from(now - hot.written[row]);
+            hot.written[row] = now;
+            if now >= hot.known[row] {
+                self.learn(row, now, sampled.map_or(-1, |s| s[entry]));
+            }
+            let hot = &mut self.hot;
+            if now >= hot.publish[row] && hot.known[row] >= hot.publish[row] {
+                let body = &mut self.rows[row].body;
+                body.slots = hot.slots[row];
+                body.written = now;
+                body.count_hits(pool, self.lane);
+                body.publish(pool, self.lane, &mut self.scratch);
+                hot.publish[row] = body.next_publish(pool.spec.page_tokens());
+            }
+        }
+        if !record.sources.is_empty() {
+            pool.let_go(self.lane, &record.sources, &mut self.scratch);
+            record.sources.clear();
+        }
+        pool.stats.count(self.lane, Counter::TokensWritten, written);
+        self.spare.push(record);
+    }
+
+    /// The row's prompt is written: the model may have sampled what comes next.
+    #[inline]
+    fn learn(&mut self, row: usize, written: u32, sampled: i32) {
+        let body = &mut self.rows[row].body;
+        if written > self.hot.known[row] {
+            body.lose_sight(written);
+            self.hot.known[row] = written;
+            self.hot.publish[row] = u32::MAX;
+        }
+        if let Ok(token) = u32::try_from(sampled) {
+            body.tokens.push(token);
+            self.hot.known[row] += 1;
+        }
+    }
+}
+
+/// Cut a run of slots that begins at position `first` where pages end.
+fn chunks_at_edges(slots: &mut [i64], first: u32, page_tokens: u32) -> impl Iterator<Item = &mut [i64]> {
+    let head = ((page_tokens - first % page_tokens) as usize).min(slots.len());
+    let (head, rest) = slots.split_at_mut(head);
+    std::iter::once(head).filter(|h| !h.is_empty()).chain(rest.chunks_mut(page_tokens as usize))
+}

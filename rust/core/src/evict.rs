@@ -1,0 +1,412 @@
+//! Which cached page goes first: an order per tenant that adapts to its traffic and that scans don't empty.
+//!
+//! # Policy
+//!
+//! CAR (clock with adaptive replacement), with two changes for prefixes. A tenant's cached pages stand in two queues: new
+//! ones, and proven ones, which were hit again or came back soon after they had left. A page stands in the order once,
+//! from the moment nobody holds it; a hit only sets its VISITED bit. The hand takes the first page of the queue that is
+//! above its share and
+//!
+//! | finds | does |
+//! | --- | --- |
+//! | held or pinned | takes it out of the order: it comes back when it is released |
+//! | visited | clears the bit, puts it last among the proven |
+//! | others in the index continue it | puts it last among the proven: children leave first |
+//! | protected, not expired | spends one level of its protection, puts it last in the longer queue |
+//! | a copy uses its frame | puts it last among the proven |
+//! | none of these | evicts it: LEAVING, and its key becomes a ghost |
+//!
+//! When ghosts come back the share of the queue that lost them grows ([`Orders::recall`]), by more if that queue's
+//! ghosts are the fewer, as in ARC. The first change: a sequence comes back with a whole run of pages, so the run is
+//! judged as one, up to where most of its pages are ghosts. Single false or lost ghosts then don't matter, and
+//! fingerprints of nine bits do as well as whole keys. The second: children before parents.
+//!
+//! Hit rates on a public trace, and how to measure them again: `benches/eviction_trace.rs`.
+//!
+//! # Words of a tenant, one cache line
+//!
+//! | word | content |
+//! | --- | --- |
+//! | 0, 1 | new: head and tail (`evict/queue.rs`) |
+//! | 2, 3 | proven: head and tail |
+//! | 4 | how many stand in them: new (0-31), proven (32-63); counted before a page is linked, until after it is taken |
+//! | 5 | the share of the new (0-23, of 2^24, XOR [`START_SHARE`]); ghosts made of new (24-43) and of proven pages (44-63), halved together |
+//! | 6 | 1: the last full round found every page kept by its children, and nothing has changed since |
+//!
+//! # Invariant
+//!
+//! A QUEUED page stands in one queue of its payer, or in the hand of one thread inside [`Orders::victim`] or
+//! [`Orders::enqueue`]. A thread that stops with a page in its hand keeps this one page from being evicted, and stops
+//! nobody: hits, releases and the other pages go on. Who gets a page from `victim` owns it LEAVING.
+//!
+//! A page with children is never evicted: only a held page gains a child, a hold sets VISITED, and nobody but the hand
+//! clears it; so "no children" still holds if the page's word did not change.
+//!
+//! Callers: pool.rs. Which tenant has to give is not decided here.
+
+mod ghost;
+mod queue;
+
+#[cfg(all(test, kvalloc_loom))]
+mod models;
+#[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
+mod tests;
+
+use crate::{
+    page::Pages,
+    sync::{Atom, AtomicU64, Words},
+    word::{PageId, TenantId, page::PageWord},
+};
+use ghost::Ghosts;
+use queue::{Node, Queue, set_spare, spare};
+
+/// Order nodes that [`Pages::new`] must have beyond its pages, for each tenant.
+pub(crate) const NODES_PER_TENANT: u32 = 2;
+
+const STRIDE: usize = 8;
+const COUNTS: usize = 4;
+const SHARE: usize = 5;
+const STUCK: usize = 6;
+
+const ONE_SHARE: u64 = 1 << 24;
+/// A tenant starts close to least-recently-used: seven tenths for the new.
+const START_SHARE: u64 = ONE_SHARE / 10 * 7;
+const LOST_BITS: u32 = 20;
+const LOST_MAX: u64 = (1 << LOST_BITS) - 1;
+
+/// How many proven pages in a row may be kept by their children before the hand looks among the new.
+const BLOCKED: u32 = 8;
+/// Steps of a call while the order is stuck.
+const STUCK_STEPS: u64 = 16;
+/// How many protected pages one call spares.
+const SPARED: u32 = 16;
+/// Changes of the share are never bigger than in an order of so many pages.
+const LEAST_ORDER: u64 = 64;
+
+/// The two halves of an order.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Half {
+    New = 0,
+    Proven = 1,
+}
+
+impl Half {
+    const fn count(self) -> u64 {
+        match self {
+            Self::New => 1,
+            Self::Proven => 1 << 32,
+        }
+    }
+}
+
+/// How many pages stand in a tenant's order; a page that is just moving may be counted already or still.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Queued {
+    /// New pages.
+    pub(crate) new: u32,
+    /// Pages that were hit again, or came back.
+    pub(crate) proven: u32,
+}
+
+/// A bias of a page against eviction, in 16 bits: level (0-3) and, from bit 4, when it ends: 0 never, else 1 + tick
+/// modulo 4095. Ticks are the pool's coarse clock; an end more than 2,047 ticks away is not told from one in the past.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Protection(pub(crate) u16);
+
+impl Protection {
+    /// The strongest level: so many times the hand passes.
+    pub(crate) const MAX_LEVEL: u16 = 15;
+    const TICKS: u64 = 4095;
+
+    pub(crate) fn new(level: u16, until: Option<u64>) -> Self {
+        let end = until.map_or(0, |tick| 1 + (tick % Self::TICKS) as u16);
+        Self(level.min(Self::MAX_LEVEL) | end << 4)
+    }
+    /// What is left of it when the hand passes at tick `now`; `None`: nothing protects the page.
+    fn spend(self, now: u64) -> Option<Self> {
+        let level = self.0 & Self::MAX_LEVEL;
+        let over = match u64::from(self.0 >> 4) {
+            0 => false,
+            end => (now % Self::TICKS + Self::TICKS - (end - 1)) % Self::TICKS <= Self::TICKS / 2,
+        };
+        if level == 0 || over { None } else { Some(Self(self.0 - 1)) }
+    }
+}
+
+/// What the hand does with a page it holds.
+enum Verdict {
+    /// It has been evicted.
+    Out(PageWord),
+    /// It is not in the order any more.
+    Dropped,
+    /// To the end of this half; `kept`: by something that other proven pages may have as well.
+    Back { to: Half, kept: bool },
+}
+
+/// The eviction orders of all tenants, and the ghosts.
+#[derive(Debug)]
+pub(crate) struct Orders {
+    words: Words,
+    ghosts: Ghosts,
+    pages: u32,
+    tenants: u32,
+}
+
+impl Orders {
+    /// Empty orders for tenants 0 .. `tenants`, over a page table with `pages` pages and
+    /// `NODES_PER_TENANT * tenants` further nodes.
+    pub(crate) fn new(tenants: u32, pages: u32) -> Self {
+        Self { words: Words::zeroed(tenants as usize * STRIDE), ghosts: Ghosts::new(pages), pages, tenants }
+    }
+
+    /// Bytes of the orders and ghosts.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.ghosts.bytes() + u64::from(self.tenants) * 8 * STRIDE as u64
+    }
+
+    fn word(&self, tenant: TenantId, word: usize) -> &AtomicU64 {
+        debug_assert!(tenant.0 < self.tenants);
+        &self.words[tenant.as_usize() * STRIDE + word]
+    }
+
+    fn queue(&self, tenant: TenantId, half: Half) -> Queue<'_> {
+        let nth = half as usize;
+        Queue {
+            head: self.word(tenant, 2 * nth),
+            tail: self.word(tenant, 2 * nth + 1),
+            first: self.pages + NODES_PER_TENANT * tenant.0 + nth as u32,
+        }
+    }
+
+    /// How many pages stand in a tenant's order.
+    pub(crate) fn queued(&self, tenant: TenantId) -> Queued {
+        let counts = self.word(tenant, COUNTS).get();
+        Queued { new: counts as u32, proven: (counts >> 32) as u32 }
+    }
+
+    /// Put a page into its payer's order. The caller's transition has just set QUEUED.
+    #[inline]
+    pub(crate) fn enqueue(&self, pages: &Pages, tenant: TenantId, id: PageId) {
+        let half = if pages.read(id).is_proven() { Half::Proven } else { Half::New };
+        self.word(tenant, COUNTS).plus(half.count());
+        self.queue(tenant, half).push(pages, id, spare(pages, id));
+        self.unstick(tenant);
+    }
+
+    /// The last child of one of the tenant's pages has left the index: the page can leave now. (Without this call it
+    /// would still be found, but later.)
+    #[inline]
+    pub(crate) fn unstick(&self, tenant: TenantId) {
+        let stuck = self.word(tenant, STUCK);
+        if stuck.get() != 0 {
+            stuck.put(0);
+        }
+    }
+
+    /// Ask the ghosts about a run of pages that a tenant misses, in the order of the sequence: how many of them, from
+    /// the first on, are proven. Counts as their return: the tenant's order adapts, the ghosts are forgotten.
+    pub(crate) fn recall(&self, tenant: TenantId, keys: impl IntoIterator<Item = u64>) -> usize {
+        let mut run = Run::default();
+        let mut best = Run::default();
+        for key in keys {
+            run.meet(self.ghosts.recall(tenant, key));
+            if run.balance >= best.balance && run.balance > 0 {
+                best = run;
+            }
+        }
+        if best.new + best.proven > 0 {
+            let Queued { new, proven } = self.queued(tenant);
+            let order = (u64::from(new) + u64::from(proven)).max(LEAST_ORDER);
+            // Never refused: the closure always answers.
+            let _ = self.word(tenant, SHARE).transit(|word| Some(adapt(word, best.new, best.proven, order)));
+        }
+        best.len
+    }
+
+    /// A page has become a ghost.
+    fn lost(&self, tenant: TenantId, key: u64, proven: bool, order: u64) {
+        self.ghosts.remember(tenant, key, proven);
+        let _ = self.word(tenant, SHARE).transit(|word| Some(count_lost(word, proven, order)));
+    }
+
+    /// A tenant's order forgets what it has learnt (its id gets another owner).
+    pub(crate) fn reset(&self, tenant: TenantId) {
+        self.word(tenant, SHARE).put(0);
+    }
+
+    /// Take the page that goes first out of a tenant's order: it is LEAVING, and the caller's. `None`: no page of the
+    /// tenant can leave now. `now` is the tick for [`Protection`].
+    ///
+    /// Costs one step as a rule, and never more than two rounds over the order; after two rounds in vain a few steps,
+    /// until [`Self::enqueue`] or [`Self::unstick`].
+    pub(crate) fn victim(&self, pages: &Pages, tenant: TenantId, now: u64) -> Option<PageId> {
+        self.take(pages, tenant, Some(now))
+    }
+
+    /// As [`Self::victim`], but always two rounds, neither hits nor protection count, and nothing is remembered: for
+    /// emptying an order, and as the last resort before an allocation is refused.
+    pub(crate) fn drain_one(&self, pages: &Pages, tenant: TenantId) -> Option<PageId> {
+        self.take(pages, tenant, None)
+    }
+
+    fn take(&self, pages: &Pages, tenant: TenantId, now: Option<u64>) -> Option<PageId> {
+        let mut queued = self.queued(tenant);
+        let all = 2 * (u64::from(queued.new) + u64::from(queued.proven)) + u64::from(BLOCKED);
+        let stuck = self.word(tenant, STUCK);
+        let steps = if now.is_some() && stuck.get() != 0 { STUCK_STEPS } else { all };
+        let (mut blocked, mut spared) = (0, 0);
+        for _ in 0..steps {
+            let mut half = self.above_share(tenant, queued);
+            if blocked >= BLOCKED {
+                half = Half::New;
+            }
+            let (half, (id, node)) = self.pop(pages, tenant, half)?;
+            let protect = now.filter(|_| spared < SPARED);
+            let longer = if queued.new > queued.proven { Half::New } else { Half::Proven };
+            match judge(pages, id, &node, Terms { visits: now.is_some(), protect, longer }, &mut spared) {
+                Verdict::Out(word) => {
+                    self.word(tenant, COUNTS).minus(half.count());
+                    if now.is_some() && word.is_indexed() {
+                        let order = u64::from(queued.new) + u64::from(queued.proven);
+                        self.lost(tenant, pages.key(id), word.is_proven(), order);
+                    }
+                    return Some(id);
+                }
+                Verdict::Dropped => {
+                    self.word(tenant, COUNTS).minus(half.count());
+                }
+                Verdict::Back { to, kept } => {
+                    blocked += u32::from(kept && half == Half::Proven);
+                    if half != to {
+                        self.word(tenant, COUNTS).plus(to.count().wrapping_sub(half.count()));
+                    }
+                    self.queue(tenant, to).push(pages, id, node);
+                }
+            }
+            queued = self.queued(tenant);
+        }
+        // An order that others' pages keep as it is (a shared prefix) is not walked through again and again.
+        stuck.put(1);
+        None
+    }
+
+    /// The half that has to give: the new ones if they are at or above their share.
+    fn above_share(&self, tenant: TenantId, queued: Queued) -> Half {
+        let (new, all) = (u64::from(queued.new), u64::from(queued.new) + u64::from(queued.proven));
+        let share = share_of(self.word(tenant, SHARE).peek());
+        if new > 0 && new * ONE_SHARE >= share * all { Half::New } else { Half::Proven }
+    }
+
+    /// The first page of this half, or of the other one if it is empty.
+    fn pop(&self, pages: &Pages, tenant: TenantId, half: Half) -> Option<(Half, (PageId, Node))> {
+        let other = if half == Half::New { Half::Proven } else { Half::New };
+        let from = |half| self.queue(tenant, half).pop(pages).map(|popped| (half, popped));
+        from(half).or_else(|| from(other))
+    }
+}
+
+/// What counts for a page in the hand.
+#[derive(Clone, Copy)]
+struct Terms {
+    /// Hits count.
+    visits: bool,
+    /// Protection counts, at this tick.
+    protect: Option<u64>,
+    /// The longer half.
+    longer: Half,
+}
+
+/// Decide about a page that was just popped (see the table at the head of this file).
+fn judge(pages: &Pages, id: PageId, node: &Node, terms: Terms, spared: &mut u32) -> Verdict {
+    let word = pages.word(id);
+    let mut now = word.get();
+    loop {
+        let page = PageWord(now);
+        debug_assert!(page.is_queued() && !page.is_leaving(), "{page:?} stands in the order");
+        let (next, verdict) = if let Some(next) = page.dequeue() {
+            set_spare(pages, id, node);
+            (next, Verdict::Dropped)
+        } else if terms.visits && page.is_visited() {
+            (page.pass(true), Verdict::Back { to: Half::Proven, kept: false })
+        } else if pages.children(id) > 0 {
+            (page.pass(true), Verdict::Back { to: Half::Proven, kept: true })
+        } else if let Some(left) = terms.protect.and_then(|tick| Protection(pages.protection(id)).spend(tick))
+        {
+            *spared += 1;
+            pages.set_protection(id, left.0);
+            (page.pass(terms.longer == Half::Proven), Verdict::Back { to: terms.longer, kept: true })
+        } else if let Some(next) = page.evict() {
+            (next, Verdict::Out(next))
+        } else {
+            // A copy uses its frame.
+            (page.pass(true), Verdict::Back { to: Half::Proven, kept: true })
+        };
+        match word.cas(now, next.0) {
+            Ok(_) => {
+                if let Verdict::Out(_) = verdict {
+                    set_spare(pages, id, node);
+                }
+                return verdict;
+            }
+            Err(found) => now = found,
+        }
+    }
+}
+
+/// A run of missed pages, as the ghosts know it.
+#[derive(Clone, Copy, Default)]
+struct Run {
+    len: usize,
+    /// Ghosts less others.
+    balance: i64,
+    new: u64,
+    proven: u64,
+}
+
+impl Run {
+    fn meet(&mut self, ghost: Option<bool>) {
+        self.len += 1;
+        match ghost {
+            None => self.balance -= 1,
+            Some(proven) => {
+                self.balance += 1;
+                self.new += u64::from(!proven);
+                self.proven += u64::from(proven);
+            }
+        }
+    }
+}
+
+fn share_of(word: u64) -> u64 {
+    word & (ONE_SHARE - 1) ^ START_SHARE
+}
+
+fn lost_of(word: u64) -> (u64, u64) {
+    (word >> 24 & LOST_MAX, word >> (24 + LOST_BITS))
+}
+
+fn pack(share: u64, (new, proven): (u64, u64)) -> u64 {
+    share ^ START_SHARE | new << 24 | proven << (24 + LOST_BITS)
+}
+
+/// Move the share for `new` and `proven` ghosts that came back, in an order of `order` pages: half a page each, times
+/// how many more ghosts the other queue has.
+fn adapt(word: u64, new: u64, proven: u64, order: u64) -> u64 {
+    let (lost_new, lost_proven) = lost_of(word);
+    let by = |hits: u64, own: u64, other: u64| {
+        let (own, other) = (own + 1, other + 1);
+        hits * ONE_SHARE / (2 * order) * other.max(own) / own
+    };
+    let up = share_of(word) + by(new, lost_new, lost_proven);
+    let share = up.saturating_sub(by(proven, lost_proven, lost_new));
+    pack(share.min(ONE_SHARE - 1), (lost_new, lost_proven))
+}
+
+/// Count a ghost; the counts tell of the last few rounds over an order of `order` pages.
+fn count_lost(word: u64, proven: bool, order: u64) -> u64 {
+    let (new, old) = lost_of(word);
+    let lost = (new + u64::from(!proven), old + u64::from(proven));
+    let most = (order * 4).clamp(LEAST_ORDER, LOST_MAX);
+    let lost = if lost.0 + lost.1 > most { (lost.0 / 2, lost.1 / 2) } else { lost };
+    pack(share_of(word), lost)
+}

@@ -1,0 +1,73 @@
+//! Ghosts: the keys of pages that left not long ago, without the pages.
+//!
+//! A word holds six entries of ten bits, the youngest in the lowest bits; a new one pushes the oldest out. Each key has
+//! one word. With 3 words for 4 pages (6 bytes a page) the last 4.5 pools of evicted pages are remembered, more or
+//! less sharply.
+//!
+//! | bits of an entry | field |
+//! | --- | --- |
+//! | 0 | the page was proven when it left |
+//! | 1-9 | fingerprint of tenant and key, never 0; 0: no entry |
+//!
+//! A fingerprint of nine bits is wrong once in a hundred: [`super::Orders::recall`] believes runs, not single pages.
+
+use crate::{
+    sync::{Atom, Words},
+    word::TenantId,
+};
+
+const ENTRY_BITS: u32 = 10;
+const ENTRY: u64 = (1 << ENTRY_BITS) - 1;
+const ENTRIES: u32 = 6;
+const USED: u64 = (1 << (ENTRIES * ENTRY_BITS)) - 1;
+const FINGERPRINTS: u64 = ENTRY >> 1;
+const SPREAD: u64 = 0xa076_1d64_78bd_642f;
+
+/// The keys that one pool remembers.
+#[derive(Debug)]
+pub(super) struct Ghosts {
+    words: Words,
+    len: u64,
+}
+
+impl Ghosts {
+    pub(super) fn new(pages: u32) -> Self {
+        let len = u64::from(pages) * 3 / 4 + 1;
+        Self { words: Words::zeroed(len as usize), len }
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.len * 8
+    }
+
+    /// The word of a key and its fingerprint, shifted into place.
+    fn place(&self, tenant: TenantId, key: u64) -> (usize, u64) {
+        let hash = (key ^ (u64::from(tenant.0) + 1).wrapping_mul(SPREAD)).wrapping_mul(SPREAD);
+        let hash = hash ^ hash >> 32;
+        let at = (u128::from(hash.wrapping_mul(SPREAD)) * u128::from(self.len)) >> 64;
+        (at as usize, (1 + (hash >> 8) % FINGERPRINTS) << 1)
+    }
+
+    /// Remember a page that leaves.
+    pub(super) fn remember(&self, tenant: TenantId, key: u64, proven: bool) {
+        let (at, entry) = self.place(tenant, key);
+        let entry = entry | u64::from(proven);
+        // Never refused: the closure always answers.
+        let _ = self.words[at].transit(|word| Some(word << ENTRY_BITS & USED | entry));
+    }
+
+    /// Whether a key is remembered, and whether its page was proven; it is forgotten with this.
+    pub(super) fn recall(&self, tenant: TenantId, key: u64) -> Option<bool> {
+        let (at, entry) = self.place(tenant, key);
+        let find = |word: u64| {
+            (0..ENTRIES).map(|n| n * ENTRY_BITS).find(|&shift| (word >> shift & ENTRY & !1) == entry)
+        };
+        let before = self.words[at].transit(|word| {
+            let shift = find(word)?;
+            let younger = word & ((1 << shift) - 1);
+            Some(word >> (shift + ENTRY_BITS) << shift | younger)
+        });
+        let shift = find(before.ok()?)?;
+        before.ok().map(|word| word >> shift & 1 == 1)
+    }
+}

@@ -1,0 +1,169 @@
+//! Loom: the orders' queues, and the hand beside hits and releases.
+
+use loom::{sync::Arc, thread};
+
+use super::*;
+use crate::word::{Generation, page::Dropped};
+
+const TENANT: TenantId = TenantId(0);
+
+struct Books {
+    pages: Pages,
+    orders: Orders,
+}
+
+impl Books {
+    /// Pages 0 .. `pages`, all held once and published.
+    fn held(pages: u32) -> Arc<Self> {
+        let books = Self { pages: Pages::new(pages, NODES_PER_TENANT, 2), orders: Orders::new(1, pages) };
+        for id in (0..pages).map(PageId) {
+            books.pages.transit(id, |w| w.take()).expect("it is free");
+            books.pages.transit(id, |w| w.publish(false)).expect("it is held");
+        }
+        Arc::new(books)
+    }
+
+    fn cached(pages: u32) -> Arc<Self> {
+        let books = Self::held(pages);
+        (0..pages).for_each(|id| books.release(id));
+        books
+    }
+
+    fn release(&self, id: u32) {
+        let dropped = self.pages.transit_with(PageId(id), |w| w.drop_ref(Generation(0)));
+        if dropped.expect("it is held") == (Dropped::Cached { enqueue: true }) {
+            self.orders.enqueue(&self.pages, TENANT, PageId(id));
+        }
+    }
+
+    fn hit(&self, id: u32) -> bool {
+        self.pages.transit_with(PageId(id), |w| w.share(Generation(0))).is_ok()
+    }
+
+    fn victim(&self) -> Option<u32> {
+        self.orders.victim(&self.pages, TENANT, 0).map(|id| id.0)
+    }
+
+    /// All that can still leave, in order.
+    fn rest(&self) -> Vec<u32> {
+        std::iter::from_fn(|| self.orders.drain_one(&self.pages, TENANT)).map(|id| id.0).collect()
+    }
+
+    fn spawn<R: 'static>(books: &Arc<Self>, f: impl FnOnce(&Self) -> R + 'static) -> thread::JoinHandle<R> {
+        let books = Arc::clone(books);
+        thread::spawn(move || f(&books))
+    }
+}
+
+fn sorted(mut ids: Vec<u32>) -> Vec<u32> {
+    ids.sort_unstable();
+    ids
+}
+
+#[test]
+fn two_releases_lose_nothing() {
+    loom::model(|| {
+        let books = Books::held(2);
+        let other = Books::spawn(&books, |books| books.release(0));
+        books.release(1);
+        other.join().expect("no panic");
+        assert_eq!(books.orders.queued(TENANT).new, 2);
+        assert_eq!(sorted(books.rest()), [0, 1]);
+    });
+}
+
+#[test]
+fn two_hands_never_take_the_same_page() {
+    loom::model(|| {
+        let books = Books::cached(2);
+        let other = Books::spawn(&books, Books::victim);
+        let mine = books.victim();
+        let theirs = other.join().expect("no panic");
+        assert_eq!(sorted([mine, theirs].into_iter().flatten().chain(books.rest()).collect()), [0, 1]);
+        assert_eq!(books.orders.queued(TENANT), Queued::default());
+    });
+}
+
+#[test]
+fn a_release_beside_the_hand() {
+    loom::model(|| {
+        let books = Books::held(2);
+        books.release(0);
+        let other = Books::spawn(&books, |books| books.release(1));
+        let mine = books.victim();
+        other.join().expect("no panic");
+        assert!(mine.is_some(), "page 0 stood in the order all the time");
+        assert_eq!(sorted(mine.into_iter().chain(books.rest()).collect()), [0, 1]);
+    });
+}
+
+/// Either the hit holds the page, or the page leaves; a page that was held comes back with its release.
+#[test]
+fn a_hit_beside_the_hand() {
+    loom::model(|| {
+        let books = Books::cached(1);
+        let other = Books::spawn(&books, |books| books.hit(0));
+        let mine = books.victim();
+        let hit = other.join().expect("no panic");
+        assert_ne!(hit, mine.is_some());
+        if hit {
+            books.release(0);
+            assert_eq!(books.rest(), [0]);
+        }
+    });
+}
+
+/// The page is hit and released while the hand has it: it stands in the order once afterwards, or has left.
+#[test]
+fn a_hit_and_its_release_beside_the_hand() {
+    loom::model(|| {
+        let books = Books::cached(1);
+        let other = Books::spawn(&books, |books| {
+            if books.hit(0) {
+                books.release(0);
+            }
+        });
+        let mine = books.victim();
+        other.join().expect("no panic");
+        assert_eq!(mine.into_iter().chain(books.rest()).collect::<Vec<_>>(), [0]);
+        assert_eq!(books.orders.queued(TENANT), Queued::default());
+    });
+}
+
+/// A page leaves and comes back with another node while somebody else is about to link behind its old one.
+#[test]
+fn nodes_are_used_again_at_once() {
+    loom::model(|| {
+        let books = Books::held(2);
+        books.release(0);
+        let other = Books::spawn(&books, |books| {
+            let id = books.victim()?;
+            let word = books.pages.transit(PageId(id), |w| w.retire()).expect("it is leaving");
+            books.pages.transit(PageId(id), |w| w.take()).expect("it is free");
+            books.pages.transit(PageId(id), |w| w.publish(true)).expect("it is held");
+            let dropped = books.pages.transit_with(PageId(id), |w| w.drop_ref(word.generation()));
+            assert_eq!(dropped, Ok(Dropped::Cached { enqueue: true }));
+            books.orders.enqueue(&books.pages, TENANT, PageId(id));
+            Some(id)
+        });
+        books.release(1);
+        assert!(other.join().expect("no panic").is_some());
+        assert_eq!(sorted(books.rest()), [0, 1]);
+    });
+}
+
+#[test]
+fn ghosts_of_two_threads_are_both_remembered() {
+    loom::model(|| {
+        let ghosts = Arc::new(Ghosts::new(1));
+        let other = {
+            let ghosts = Arc::clone(&ghosts);
+            thread::spawn(move || ghosts.remember(TENANT, 1, true))
+        };
+        ghosts.remember(TENANT, 2, false);
+        other.join().expect("no panic");
+        assert_eq!(ghosts.recall(TENANT, 1), Some(true));
+        assert_eq!(ghosts.recall(TENANT, 2), Some(false));
+        assert_eq!(ghosts.recall(TENANT, 1), None);
+    });
+}

@@ -1,0 +1,384 @@
+//! Content -> page: the prefix index, a fixed table without locks.
+//!
+//! # Words
+//!
+//! A bucket is one cache line: eight words of two entries of 32 bits each. An entry is
+//!
+//! | bits | field |
+//! | --- | --- |
+//! | 0 .. `id_bits` | page id + 1; 0: the entry is empty |
+//! | `id_bits` .. 32 | tag: some more bits of the key, never 0 |
+//!
+//! `id_bits` is what the pool's number of pages needs (21 for a million pages, which leaves a tag of 11 bits). A key has
+//! two buckets; an entry stands in either, and never moves. There are 5 entries for 4 pages (5 bytes a page): a table
+//! that lists every page, replaced over and over, then refuses one insert in 12,000 (measured; with buckets of eight
+//! 64-bit entries it would be one in 40, in twice the memory). A refused insert costs a later miss, and is counted.
+//!
+//! # Why a wrong hit can't be
+//!
+//! An entry proves nothing: it names a page that may have the key. [`Wanted::check`] reads the page's word, then its key,
+//! payer, link and tokens, then the word again. They belong together when both reads show the same life of the page,
+//! INDEXED and not LEAVING: names and tokens are written by whoever holds the page in one life, before INDEXED, and the
+//! generation moves before anybody can write them again. A hit that also takes a reference does so with the generation
+//! that was checked, so a page that was given out anew in between is a miss.
+//!
+//! A page continues the very page that its link names, or one with the same content (equal `prefix`), so a chain is
+//! exact from its root on, by induction: the first page is linked to a digest of the sequence's context.
+//!
+//! # Invariant
+//!
+//! A page is listed under its key while it is INDEXED (or was refused). It is removed by whoever owns it LEAVING, or
+//! by its holder, before its names change. Callers: pool.rs; audit.rs reads.
+
+use crate::{
+    page::{Link, Pages},
+    sync::{Atom, AtomicU64, Words},
+    word::{Generation, PageId, PageRef, TenantId, page::PageWord},
+};
+
+/// Words of one bucket: a cache line.
+const BUCKET: usize = 8;
+/// Entries of one bucket.
+const ENTRIES: usize = 2 * BUCKET;
+/// Shortest tag.
+const MIN_TAG_BITS: u32 = 4;
+/// The most pages an index can list.
+pub(crate) const MAX_PAGES: u32 = (1 << (u32::BITS - MIN_TAG_BITS)) - 1;
+/// How many keys one [`Index::probe`] looks up ahead.
+pub(crate) const AHEAD: usize = 16;
+
+const SPREAD: u64 = 0xd6e8_feb8_6659_fd93;
+
+/// What a wanted page has to continue.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Parent {
+    /// A page that was found before it, and is held since.
+    Page { at: PageRef, prefix: u64 },
+    /// Nothing in the index: 63 bits that stand for all that came before.
+    Digest(u64),
+}
+
+/// Everything that a page must have to be the one that is looked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted<'a> {
+    /// The index key.
+    pub(crate) key: u64,
+    /// Who pays for it: the scope it is shared under.
+    pub(crate) scope: TenantId,
+    /// What it continues.
+    pub(crate) parent: Parent,
+    /// Its tokens; `None`: they are not compared.
+    pub(crate) tokens: Option<&'a [u32]>,
+}
+
+/// A page that was found and checked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Seen {
+    /// Which life of which page.
+    pub(crate) page: PageRef,
+    /// The identity of its content.
+    pub(crate) prefix: u64,
+}
+
+impl Seen {
+    /// What the next page of the chain has to continue.
+    #[inline]
+    pub(crate) fn as_parent(self) -> Parent {
+        Parent::Page { at: self.page, prefix: self.prefix }
+    }
+}
+
+impl Wanted<'_> {
+    /// Whether page `id` is the wanted one (see the head of this file).
+    #[inline]
+    pub(crate) fn check(&self, pages: &Pages, id: PageId) -> Option<Seen> {
+        let word = pages.read(id);
+        let same = can_hit(word)
+            && pages.key(id) == self.key
+            && pages.payer(id) == self.scope
+            && self.continues(pages, pages.link(id))
+            && self.tokens.is_none_or(|tokens| pages.has_tokens(id, tokens));
+        if !same {
+            return None;
+        }
+        let seen = Seen { page: PageRef { id, generation: word.generation() }, prefix: pages.prefix(id) };
+        is_still(pages, seen.page).then_some(seen)
+    }
+
+    #[inline]
+    fn continues(&self, pages: &Pages, link: Link) -> bool {
+        match (self.parent, link) {
+            (Parent::Digest(wanted), Link::Digest(found)) => wanted == found,
+            (Parent::Page { at, prefix }, Link::Page(page)) => {
+                is_link_to(page, at) || current_prefix(pages, page) == Some(prefix)
+            }
+            _ => false,
+        }
+    }
+}
+
+#[inline]
+fn can_hit(word: PageWord) -> bool {
+    word.is_indexed() && !word.is_leaving()
+}
+
+#[inline]
+fn is_still(pages: &Pages, page: PageRef) -> bool {
+    let word = pages.read(page.id);
+    can_hit(word) && word.generation() == page.generation
+}
+
+/// A generation as a link keeps it: without its top bit.
+const LINKED: u32 = u32::MAX >> 1;
+
+#[inline]
+fn is_link_to(link: PageRef, page: PageRef) -> bool {
+    link.id == page.id && is_linked_life(link.generation, page.generation)
+}
+
+#[inline]
+fn is_linked_life(linked: Generation, now: Generation) -> bool {
+    (linked.0 ^ now.0) & LINKED == 0
+}
+
+/// The prefix of the page that a link names, if it still lives.
+fn current_prefix(pages: &Pages, link: PageRef) -> Option<u64> {
+    let lives = || {
+        let word = pages.read(link.id);
+        can_hit(word) && is_linked_life(link.generation, word.generation())
+    };
+    if link.id.0 >= pages.len() || !lives() {
+        return None;
+    }
+    let prefix = pages.prefix(link.id);
+    lives().then_some(prefix)
+}
+
+/// First candidates of a few keys, from [`Index::probe`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Hints([u32; AHEAD]);
+
+/// The prefix index of a pool.
+#[derive(Debug)]
+pub(crate) struct Index {
+    words: Words,
+    buckets: u64,
+    id_bits: u32,
+    refused: AtomicU64,
+}
+
+/// Where a key may stand, and how its entries look.
+#[derive(Clone, Copy)]
+struct Place {
+    buckets: [usize; 2],
+    tag: u32,
+}
+
+impl Index {
+    /// An empty index for `pages` pages, at most [`MAX_PAGES`].
+    pub(crate) fn new(pages: u32) -> Self {
+        debug_assert!(pages <= MAX_PAGES);
+        // Five entries for four pages; two buckets more, so that a tiny pool has room as well.
+        let buckets = (u64::from(pages) * 5).div_ceil(4 * ENTRIES as u64) + 2;
+        Self {
+            words: Words::zeroed(buckets as usize * BUCKET),
+            buckets,
+            id_bits: u32::BITS - pages.leading_zeros(),
+            refused: AtomicU64::new(0),
+        }
+    }
+
+    /// How many inserts found both buckets full.
+    pub(crate) fn refused(&self) -> u64 {
+        self.refused.peek()
+    }
+
+    /// Bytes of the table.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.buckets * 8 * BUCKET as u64
+    }
+
+    #[inline]
+    fn place(&self, key: u64) -> Place {
+        let scale = |hash: u64, n: u64| ((u128::from(hash) * u128::from(n)) >> 64) as usize;
+        let first = scale(key, self.buckets);
+        let second = scale(key.rotate_left(32), self.buckets);
+        let tags = (1 << (u32::BITS - self.id_bits)) - 1;
+        let tag = 1 + scale(key.wrapping_mul(SPREAD), tags) as u32;
+        Place { buckets: [first * BUCKET, second * BUCKET], tag: tag << self.id_bits }
+    }
+
+    #[inline]
+    fn bucket(&self, start: usize) -> &[AtomicU64] {
+        &self.words[start..start + BUCKET]
+    }
+
+    /// The first answer of `f` for a page that may have this key.
+    #[inline]
+    pub(crate) fn find<R>(&self, key: u64, mut f: impl FnMut(PageId) -> Option<R>) -> Option<R> {
+        let place = self.place(key);
+        for (nth, &start) in place.buckets.iter().enumerate() {
+            if nth == 1 && start == place.buckets[0] {
+                break;
+            }
+            for word in self.bucket(start) {
+                // An entry with the key's tag has only its page's bits left.
+                let diff = word.get() ^ (u64::from(place.tag) << 32 | u64::from(place.tag));
+                for entry in [diff as u32, (diff >> 32) as u32] {
+                    if entry >> self.id_bits == 0
+                        && let Some(answer) = f(PageId(entry.wrapping_sub(1)))
+                    {
+                        return Some(answer);
+                    }
+                }
+            }
+        }
+        None
+    }
+
+    /// Find the wanted page. `take` makes it the caller's (takes the reference, say); when it answers `None`, another
+    /// page with the same content is tried.
+    #[inline]
+    pub(crate) fn lookup<R>(
+        &self,
+        pages: &Pages,
+        wanted: &Wanted<'_>,
+        mut take: impl FnMut(Seen) -> Option<R>,
+    ) -> Option<R> {
+        self.find(wanted.key, |id| wanted.check(pages, id).and_then(&mut take))
+    }
+
+    /// Fetch what looking up these keys (at most [`AHEAD`]) will read, all at once instead of one after the other.
+    pub(crate) fn probe(&self, pages: &Pages, keys: &[u64]) -> Hints {
+        let mut hints = Hints([0; AHEAD]);
+        let mut touched = 0;
+        for &key in keys.iter().take(AHEAD) {
+            let place = self.place(key);
+            touched ^= self.words[place.buckets[0]].peek() ^ self.words[place.buckets[1]].peek();
+        }
+        for (hint, &key) in hints.0.iter_mut().zip(keys) {
+            *hint = self.find(key, |id| Some(id.0 + 1)).unwrap_or(0);
+        }
+        for &hint in hints.0.iter().filter(|&&hint| hint != 0) {
+            touched ^= pages.touch(PageId(hint - 1));
+        }
+        // The reads must not be left out because nobody uses them.
+        std::hint::black_box(touched);
+        hints
+    }
+
+    /// [`Self::lookup`] of the `nth` key of a probe.
+    #[inline]
+    pub(crate) fn lookup_probed<R>(
+        &self,
+        pages: &Pages,
+        hints: &Hints,
+        nth: usize,
+        wanted: &Wanted<'_>,
+        mut take: impl FnMut(Seen) -> Option<R>,
+    ) -> Option<R> {
+        let hint = hints.0[nth].checked_sub(1)?;
+        let first = wanted.check(pages, PageId(hint)).and_then(&mut take);
+        first.or_else(|| self.lookup(pages, wanted, take))
+    }
+
+    /// List page `id` under `key`; `false`: there is no room.
+    pub(crate) fn insert(&self, key: u64, id: PageId) -> bool {
+        let place = self.place(key);
+        let entry = place.tag | (id.0 + 1);
+        loop {
+            let [first, second] = place.buckets.map(|start| (self.free_entries(start), start));
+            let (free, start) = if second.0 > first.0 { second } else { first };
+            if free == 0 {
+                self.refused.tally(1);
+                return false;
+            }
+            if self.insert_into(start, entry) {
+                return true;
+            }
+        }
+    }
+
+    fn free_entries(&self, start: usize) -> usize {
+        let free = |word: &AtomicU64| {
+            let word = word.peek();
+            usize::from(word as u32 == 0) + usize::from(word >> 32 == 0)
+        };
+        self.bucket(start).iter().map(free).sum()
+    }
+
+    fn insert_into(&self, start: usize, entry: u32) -> bool {
+        self.bucket(start).iter().any(|word| {
+            word.transit(|now| {
+                if now as u32 == 0 {
+                    Some(now | u64::from(entry))
+                } else if now >> 32 == 0 {
+                    Some(now | u64::from(entry) << 32)
+                } else {
+                    None
+                }
+            })
+            .is_ok()
+        })
+    }
+
+    /// Take page `id` out of the list of `key`; `false`: it isn't there (its insert was refused).
+    pub(crate) fn remove(&self, key: u64, id: PageId) -> bool {
+        let place = self.place(key);
+        let entry = place.tag | (id.0 + 1);
+        place.buckets.iter().any(|&start| {
+            self.bucket(start).iter().any(|word| {
+                word.transit(|now| {
+                    if now as u32 == entry {
+                        Some(now & !u64::from(u32::MAX))
+                    } else if (now >> 32) as u32 == entry {
+                        Some(now & u64::from(u32::MAX))
+                    } else {
+                        None
+                    }
+                })
+                .is_ok()
+            })
+        })
+    }
+
+    /// Whether page `id`, which the caller owns, is listed (for the audit).
+    pub(crate) fn lists(&self, key: u64, id: PageId) -> bool {
+        self.find(key, |found| (found == id).then_some(())).is_some()
+    }
+
+    /// Whether another page with the content of `id` can be hit. The caller owns `id` (it is LEAVING, or held), so its
+    /// names stand still.
+    pub(crate) fn has_copy(&self, pages: &Pages, id: PageId) -> bool {
+        let (key, payer, link, prefix) = (pages.key(id), pages.payer(id), pages.link(id), pages.prefix(id));
+        self.find(key, |other| {
+            let word = pages.read(other);
+            let same = other != id
+                && can_hit(word)
+                && pages.key(other) == key
+                && pages.payer(other) == payer
+                // Two that were published at the same moment don't know of each other, and have their own prefixes.
+                && (pages.prefix(other) == prefix
+                    || same_link(pages, link, pages.link(other)) && pages.same_tokens(id, other));
+            let page = PageRef { id: other, generation: word.generation() };
+            (same && is_still(pages, page)).then_some(())
+        })
+        .is_some()
+    }
+}
+
+fn same_link(pages: &Pages, a: Link, b: Link) -> bool {
+    match (a, b) {
+        (Link::Digest(a), Link::Digest(b)) => a == b,
+        (Link::Page(a), Link::Page(b)) => {
+            let prefix = current_prefix(pages, a);
+            a == b || (prefix.is_some() && prefix == current_prefix(pages, b))
+        }
+        _ => false,
+    }
+}
+
+#[cfg(all(test, kvalloc_loom))]
+mod models;
+#[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
+mod tests;

@@ -1,0 +1,239 @@
+//! What keeps pages, and what makes the cache forget: pins, and the reset when the weights change.
+//!
+//! A pin is a lock, so it has an owner, counts against the owner's budget, may expire, and is listed. Pages are pinned
+//! while a sequence holds them, so a pin never takes anything away from anybody at that moment; when the last reference
+//! goes, a pinned page is counted as pinned and not as cached: it is never called reclaimable.
+//!
+//! Order: page words are pinned before the pin is listed, and unpinned after it was taken off the list, which happens
+//! once, whoever asks (unpin, expiry). Callers: the binding; pool.rs for what has expired.
+
+use crate::{
+    error::Error,
+    event::{Drained, Event, Record},
+    ledger::Ledger,
+    pins::{Pin, PinId},
+    pool::Pool,
+    sequence::Sequence,
+    stats::{Counter, Snapshot, TenantSnapshot},
+    sync::Atom,
+    word::{GroupId, Lane, PageId, PageRef, TenantId, Tier, Units, page::Dropped},
+};
+
+impl Pool {
+    /// Pin the published pages of a sequence's first `tokens` tokens (whole pages, in every group that still has them)
+    /// for `owner`, for `ttl_ms` of the pool's clock or until it is unpinned.
+    ///
+    /// # Errors
+    /// Busy, closed; no page of these tokens is published; the budget of the owner's policy is used up.
+    pub fn pin(
+        &self,
+        sequence: &Sequence,
+        tokens: u32,
+        owner: TenantId,
+        ttl_ms: Option<u64>,
+        label: &str,
+    ) -> Result<PinId, Error> {
+        self.check_open()?;
+        self.check_tenant(owner)?;
+        if !std::ptr::eq(self, &raw const **sequence.pool()) {
+            return Err(Error::WrongPool("the sequence"));
+        }
+        self.expire_pins();
+        let budget = self.ledger.policy(owner).map_or(Units(0), |p| p.pin_budget);
+        let pinned = sequence.visit(|pool, body, _| {
+            let end = (tokens / pool.spec.page_tokens()).min(body.published) as usize;
+            let mut pinned: Vec<PageRef> = Vec::new();
+            for g in (0..body.tables.len()).filter(|&g| !pool.is_state(GroupId(g as u8))) {
+                let table = &body.tables[g];
+                for &page in table.pages[..end].iter().skip(table.start as usize) {
+                    if pool.pages.transit_with(page.id, |w| w.pin(page.generation)).is_ok() {
+                        pinned.push(page);
+                    }
+                }
+            }
+            pinned
+        })?;
+        if pinned.is_empty() {
+            return Err(Error::Pin(format!(
+                "no page of the first {tokens} tokens is published; commit them first"
+            )));
+        }
+        let units = pinned.iter().map(|p| self.units_of(p.id)).sum();
+        let until = ttl_ms.map(|ttl| self.clock.now_ms().saturating_add(ttl));
+        self.pins.add(owner, budget, &pinned, Units(units), until, label).map_err(|e| {
+            self.unpin_pages(&pinned);
+            Error::Pin(format!(
+                "{:?} asked to pin {} bytes; its budget is {}, of which {} are used",
+                self.ledger.name(owner).unwrap_or_default(),
+                self.bytes(e.asked.0),
+                self.bytes(e.budget.0),
+                self.bytes(e.used.0)
+            ))
+        })
+    }
+
+    /// End a pin.
+    ///
+    /// # Errors
+    /// It has ended or expired already, or never was: nothing is changed.
+    pub fn unpin(&self, pin: PinId) -> Result<(), Error> {
+        let pin = self.pins.take(pin).map_err(|e| Error::Pin(e.to_string()))?;
+        self.unpin_pages(&pin.pages);
+        Ok(())
+    }
+
+    /// End the pins whose time is over; how many.
+    pub fn expire_pins(&self) -> usize {
+        let expired = self.pins.take_expired(self.clock.now_ms());
+        for pin in &expired {
+            self.unpin_pages(&pin.pages);
+        }
+        expired.len()
+    }
+
+    /// The pins, of one owner or of all.
+    pub fn pins(&self, owner: Option<TenantId>) -> Vec<Pin> {
+        self.expire_pins();
+        self.pins.list(owner)
+    }
+
+    /// What an owner's pins use of its budget.
+    pub fn pin_budget_used(&self, owner: TenantId) -> Units {
+        self.pins.used(owner)
+    }
+
+    fn unpin_pages(&self, pages: &[PageRef]) {
+        let _op = self.enter(Lane(0));
+        // Children first, as everywhere.
+        for page in pages.iter().rev() {
+            let (tier, payer) = (self.tier_of(page.id), self.pages.payer(page.id));
+            let units = Units(self.units_of(page.id));
+            if let Ok(Dropped::Cached { enqueue }) =
+                self.pages.transit_with(page.id, |w| w.unpin(page.generation))
+            {
+                self.ledger.park_pinned(tier, payer, units);
+                if enqueue {
+                    self.orders.enqueue(&self.pages, payer, page.id);
+                }
+            }
+        }
+    }
+
+    /// The weights changed: nothing that is cached may be hit any more, and all of it becomes free. How many pages did.
+    ///
+    /// # Errors
+    /// Published pages are held or pinned: then nothing is done.
+    pub fn reset_prefix_cache(&self) -> Result<u64, Error> {
+        self.check_open()?;
+        let in_use = |id: &PageId| {
+            let word = self.pages.read(*id);
+            word.is_indexed() && (word.is_held() || word.pins() > 0)
+        };
+        let pages = (0..self.pages.len()).map(PageId).filter(in_use).count() as u64;
+        if pages > 0 {
+            return Err(Error::InUse { pages });
+        }
+        let _op = self.enter(Lane(0));
+        // From here on no key of before is asked for; what is still listed under one is on its way out.
+        self.weights_epoch.plus(1);
+        let dropped = (0..=self.ledger.top()).map(|t| self.drop_cached(TenantId(t))).sum();
+        self.events.publish(Event::Cleared);
+        Ok(dropped)
+    }
+
+    /// Take a tenant out of the tree; its cached pages become free. How many did.
+    ///
+    /// # Errors
+    /// It has children, or pages that are held or promised: then it stays, without its pins and cached pages.
+    pub fn remove_tenant(&self, tenant: TenantId) -> Result<u64, Error> {
+        self.check_tenant(tenant)?;
+        for pin in self.pins.take_all(Some(tenant)) {
+            self.unpin_pages(&pin.pages);
+        }
+        let _op = self.enter(Lane(0));
+        let dropped = self.drop_cached(tenant);
+        self.ledger.remove(tenant).map_err(|e| Error::Tenant(e.to_string()))?;
+        self.orders.reset(tenant);
+        self.stats.forget(tenant);
+        Ok(dropped)
+    }
+
+    /// Take every cached page of a tenant out of the books; how many.
+    fn drop_cached(&self, tenant: TenantId) -> u64 {
+        let mut dropped = 0;
+        while let Some(id) = self.orders.drain_one(&self.pages, tenant) {
+            self.expel(id);
+            dropped += 1;
+        }
+        dropped
+    }
+
+    /// Tenants, limits, charges.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// What happened so far.
+    pub fn stats(&self) -> Snapshot {
+        let events = [
+            (Counter::EventsWritten, self.events.written()),
+            (Counter::EventsDropped, self.events.dropped()),
+        ];
+        events.into_iter().fold(self.stats.snapshot(), |stats, (counter, value)| stats.with(counter, value))
+    }
+
+    /// What happened to one tenant so far.
+    pub fn tenant_stats(&self, tenant: TenantId) -> TenantSnapshot {
+        self.stats.tenant_snapshot(tenant)
+    }
+
+    /// Up to `max` events, in order.
+    ///
+    /// # Errors
+    /// Another thread is draining them.
+    pub fn drain_events(&self, max: usize, out: &mut Vec<Record>) -> Result<Drained, Error> {
+        self.events.drain(max, self.clock.now_ms(), out).map_err(|_| Error::Busy("the event ring"))
+    }
+
+    /// Whether events are written.
+    pub fn turn_events(&self, on: bool) {
+        self.events.turn(on);
+    }
+
+    /// The pool's time, in milliseconds.
+    pub fn now_ms(&self) -> u64 {
+        self.clock.now_ms()
+    }
+
+    /// Move a manual clock on.
+    ///
+    /// # Errors
+    /// The clock is the system's.
+    pub fn advance(&self, ms: u64) -> Result<u64, Error> {
+        let now = self.clock.advance(ms).map_err(|e| Error::Argument(e.to_string()))?;
+        self.expire_pins();
+        Ok(now)
+    }
+
+    /// Bytes of a tier that can be given out, and those that are in no page.
+    pub fn room_in(&self, tier: Tier) -> (u64, u64) {
+        let arena = self.arena(tier);
+        (arena.capacity_bytes(), arena.free_bytes())
+    }
+
+    /// Bytes of a number of units.
+    pub fn bytes_of(&self, units: Units) -> u64 {
+        self.bytes(units.0)
+    }
+
+    /// Bytes that the books themselves take for each page, the tokens not counted.
+    pub fn metadata_bytes(&self) -> u64 {
+        let pages = u64::from(self.pages.len());
+        pages * 64 + self.index.bytes() + self.orders.bytes() + pages.div_ceil(8) * 2
+    }
+
+    /// How many pages there can be.
+    pub fn max_pages(&self) -> u32 {
+        self.pages.len()
+    }
+}

@@ -1,0 +1,475 @@
+//! Tenants and their policies. Changing one takes the policy lock; reading one (and finding a tenant by name) takes none.
+//!
+//! | words | of each tenant |
+//! | --- | --- |
+//! | the node lines of both tiers | reserve, limit, weight, priority, pin budget (tree.rs) |
+//! | `hashes` | hash of the name, 0: no tenant; dense, so that a search by name reads eight tenants a cache line |
+//! | `heads` | length of the name (0-7), LEND (8), number of changes (9-63) |
+//! | `names` | 16 words: the name's bytes |
+//! | `rights` | 8 [`UsageWord`]s: units published into the ancestor at that depth, and how many may be; limit 0: no right |
+//!
+//! A name is read with `heads` before and after: whoever writes one sets the length to 0 first.
+
+use std::{
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::PoisonError,
+};
+
+use crate::{
+    ledger::{
+        Ledger,
+        error::{LedgerError, NameRule, Refused, Why},
+        tree::{MAX_DEPTH, ROOT},
+    },
+    sync::{Atom, AtomicU64, Mutex, MutexGuard, Words},
+    word::{
+        TIERS, TenantId, Tier, Units,
+        ledger::{MetaWord, UsageWord},
+    },
+};
+
+/// The longest name, in bytes.
+pub const MAX_NAME: usize = 128;
+const NAME_WORDS: usize = MAX_NAME / 8;
+const RIGHTS: usize = MAX_DEPTH as usize;
+const LEND: u64 = 1 << 8;
+const CHANGE: u64 = 1 << 9;
+const NONE: Units = Units(u32::MAX);
+
+/// What a tenant may have and how it is weighed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Policy {
+    /// Always available to the tenant's subtree at once, per tier.
+    pub reserve: [Units; TIERS],
+    /// The most that is charged to the subtree, per tier; `None`: the capacity. Limits may add up to more than there is.
+    pub limit: [Option<Units>; TIERS],
+    /// At least 1. Twice the weight: twice as much above the reserve before it gives back first.
+    pub weight: u32,
+    /// 0-100. Among equals the lower gives back first.
+    pub priority: u8,
+    /// Preemptible sequences of others may run in the reserve.
+    pub lend: bool,
+    /// Ancestors the tenant may publish into, and how many units; `None`: as many as it likes.
+    pub publish: Vec<(TenantId, Option<Units>)>,
+    /// How many units it may pin, over both tiers.
+    pub pin_budget: Units,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Self {
+            reserve: [Units(0); TIERS],
+            limit: [None; TIERS],
+            weight: 1,
+            priority: 50,
+            lend: false,
+            publish: Vec::new(),
+            pin_budget: Units(0),
+        }
+    }
+}
+
+/// Ids that can be given out. Ids of removed tenants are used again only when all others are taken.
+#[derive(Debug, Default)]
+struct Spare {
+    next: u32,
+    removed: Vec<TenantId>,
+}
+
+#[derive(Debug)]
+pub(super) struct Tenants {
+    hashes: Words,
+    heads: Words,
+    names: Words,
+    rights: Words,
+    live: AtomicU64,
+    max: u32,
+    spare: Mutex<Spare>,
+}
+
+impl Tenants {
+    pub(super) fn new(max: u32) -> Self {
+        let nodes = max as usize + 1;
+        Self {
+            hashes: Words::zeroed(nodes),
+            heads: Words::zeroed(nodes),
+            names: Words::zeroed(nodes * NAME_WORDS),
+            rights: Words::zeroed(nodes * RIGHTS),
+            live: AtomicU64::new(0),
+            max,
+            spare: Mutex::new(Spare { next: 1, removed: Vec::new() }),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Spare> {
+        // A panic under the lock leaves words that are each valid.
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn name_words(&self, tenant: TenantId) -> &[AtomicU64] {
+        &self.names[tenant.as_usize() * NAME_WORDS..][..NAME_WORDS]
+    }
+
+    fn name(&self, tenant: TenantId) -> Option<String> {
+        let head = self.heads.get(tenant.as_usize())?;
+        loop {
+            let before = head.get();
+            let len = (before & 0xff) as usize;
+            if len == 0 {
+                return None;
+            }
+            let bytes: Vec<u8> =
+                self.name_words(tenant).iter().flat_map(|w| w.get().to_le_bytes()).take(len).collect();
+            if head.get() == before {
+                return String::from_utf8(bytes).ok();
+            }
+        }
+    }
+
+    fn set_name(&self, tenant: TenantId, name: &str) {
+        let head = &self.heads[tenant.as_usize()];
+        self.hashes[tenant.as_usize()].put(0);
+        let change = (head.get() & !0xff).wrapping_add(CHANGE);
+        head.put(change);
+        if name.is_empty() {
+            return;
+        }
+        for (word, bytes) in self.name_words(tenant).iter().zip(name.as_bytes().chunks(8)) {
+            let mut padded = [0; 8];
+            padded[..bytes.len()].copy_from_slice(bytes);
+            word.put(u64::from_le_bytes(padded));
+        }
+        head.put(change | name.len() as u64);
+        self.hashes[tenant.as_usize()].put(hash(name));
+    }
+
+    /// The word of the right to publish into the ancestor at `depth`.
+    fn right(&self, tenant: TenantId, depth: usize) -> &AtomicU64 {
+        &self.rights[tenant.as_usize() * RIGHTS + depth]
+    }
+}
+
+fn hash(name: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    name.hash(&mut hasher);
+    hasher.finish() | 1
+}
+
+/// Characters that make two different names look alike, or turn the text after them around.
+fn is_invisible(c: char) -> bool {
+    matches!(c, '\u{ad}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+}
+
+/// Whether `name` can name a tenant.
+pub fn check_name(name: &str) -> Result<(), NameRule> {
+    let broken = if name.is_empty() {
+        NameRule::Empty
+    } else if name.len() > MAX_NAME {
+        NameRule::Long
+    } else if name.chars().any(char::is_control) {
+        NameRule::Control
+    } else if name.chars().any(is_invisible) {
+        NameRule::Invisible
+    } else if name.contains('/') {
+        NameRule::Slash
+    } else if name == "." || name == ".." {
+        NameRule::Dots
+    } else if name.trim() != name {
+        NameRule::Blank
+    } else {
+        return Ok(());
+    };
+    Err(broken)
+}
+
+impl Ledger {
+    /// A new tenant below `parent`.
+    ///
+    /// # Errors
+    /// The name is none or is taken, the tree is full or too deep, or the policy does not hold ([`Self::set_policy`]).
+    pub fn create(&self, parent: TenantId, name: &str, policy: &Policy) -> Result<TenantId, LedgerError> {
+        check_name(name).map_err(|rule| LedgerError::Name { name: name.into(), rule })?;
+        let mut spare = self.tenants.lock();
+        if let Some(tenant) = self.find(name) {
+            return Err(LedgerError::Exists { name: name.into(), tenant });
+        }
+        if !self.is_live(parent) {
+            return Err(LedgerError::Unknown { tenant: parent });
+        }
+        if self.books[0].tree.path(parent).len() > MAX_DEPTH as usize {
+            return Err(LedgerError::TooDeep { max: MAX_DEPTH });
+        }
+        let fresh = spare.next <= self.tenants.max;
+        let tenant = if fresh { Some(TenantId(spare.next)) } else { spare.removed.last().copied() };
+        let tenant = tenant.ok_or(LedgerError::Full { max: self.tenants.max })?;
+        for book in &self.books {
+            // Of a removed tenant nothing is left but limits of 0.
+            book.tree.set_meta(tenant, MetaWord::new(parent, policy.weight, policy.priority));
+            book.set_top(book.top().max(tenant.0));
+        }
+        if let Err(error) = self.apply(tenant, policy) {
+            self.books.iter().for_each(|book| book.tree.set_meta(tenant, MetaWord::new(parent, 1, 0).dead()));
+            return Err(error);
+        }
+        if fresh {
+            spare.next += 1;
+        } else {
+            spare.removed.pop();
+        }
+        self.tenants.set_name(tenant, name);
+        self.tenants.live.plus(1);
+        Ok(tenant)
+    }
+
+    /// Change a tenant's policy: all of it or nothing.
+    ///
+    /// # Errors
+    /// The limit lies below the reserve or the children's reserves, a reserve does not fit beside what others hold or have
+    /// reserved (with the shortfall), a weight is 0, a priority above 100, a scope not above the tenant. A limit below what
+    /// is charged is no error: new charges are refused until use is below.
+    pub fn set_policy(&self, tenant: TenantId, policy: &Policy) -> Result<(), LedgerError> {
+        let _lock = self.tenants.lock();
+        self.known(tenant)?;
+        self.apply(tenant, policy)
+    }
+
+    /// Change a tier's capacity. Below what is charged is no error: new charges are refused until use is below.
+    ///
+    /// # Errors
+    /// The capacity lies below what tenants have reserved, or above what the words can count.
+    pub fn set_capacity(&self, tier: Tier, capacity: Units) -> Result<(), LedgerError> {
+        let _lock = self.tenants.lock();
+        Self::check_capacity(capacity)?;
+        let tree = &self.books[tier.as_usize()].tree;
+        let reserves = tree.floor(ROOT).children();
+        if reserves > capacity {
+            return Err(LedgerError::LimitBelowReserves { tier, limit: capacity, reserves });
+        }
+        tree.set_limit(ROOT, capacity);
+        Ok(())
+    }
+
+    /// Take a tenant out of the tree.
+    ///
+    /// # Errors
+    /// It has children or charges.
+    pub fn remove(&self, tenant: TenantId) -> Result<(), LedgerError> {
+        let mut spare = self.tenants.lock();
+        self.known(tenant)?;
+        let children = self.ids().filter(|&t| self.parent(t) == Some(tenant)).count() as u32;
+        if children > 0 {
+            return Err(LedgerError::HasChildren { children });
+        }
+        // With limits of 0 nothing more can be charged; what is charged then shows in the words.
+        let limits = self.books.each_ref().map(|book| book.tree.set_limit(tenant, Units(0)));
+        for book in &self.books {
+            book.drain(tenant);
+        }
+        for tier in Tier::ALL {
+            let tree = &self.books[tier.as_usize()].tree;
+            // Demand without charges is a claim that a thread has not passed upward yet.
+            let charged = tree.usage(tenant).charged().max(tree.claim(tenant).demand());
+            if charged.0 > 0 {
+                for (book, limit) in self.books.iter().zip(limits) {
+                    book.tree.set_limit(tenant, limit);
+                }
+                return Err(LedgerError::NotEmpty { tier, charged });
+            }
+        }
+        self.tenants.set_name(tenant, "");
+        for book in &self.books {
+            let meta = book.tree.meta(tenant);
+            book.tree.set_meta(tenant, meta.dead());
+            // Shrinking is never refused.
+            let _ = book.tree.set_reserve(tenant, Units(0));
+            book.tree.set_floor(tenant, Units(0));
+            book.tree.set_pin_budget(tenant, Units(0));
+        }
+        (0..RIGHTS).for_each(|depth| self.tenants.right(tenant, depth).put(0));
+        spare.removed.push(tenant);
+        self.tenants.live.minus(1);
+        Ok(())
+    }
+
+    fn known(&self, tenant: TenantId) -> Result<(), LedgerError> {
+        match tenant {
+            ROOT => Err(LedgerError::Root),
+            _ if self.is_live(tenant) => Ok(()),
+            _ => Err(LedgerError::Unknown { tenant }),
+        }
+    }
+
+    /// Check a policy by itself and against the other policies, then let the reserves grow (which use may refuse), and only
+    /// then do what can't be refused.
+    fn apply(&self, tenant: TenantId, policy: &Policy) -> Result<(), LedgerError> {
+        if policy.weight == 0 {
+            return Err(LedgerError::Weight);
+        }
+        if policy.priority > 100 {
+            return Err(LedgerError::Priority { given: policy.priority });
+        }
+        let path = self.books[0].tree.path(tenant);
+        for &(scope, _) in &policy.publish {
+            if !path.contains(&scope) {
+                return Err(LedgerError::Scope { scope });
+            }
+        }
+        for tier in Tier::ALL {
+            self.check_limits(tier, tenant, policy)?;
+        }
+        let before = self.books.each_ref().map(|book| book.tree.claim(tenant).reserve());
+        let limits = self.books.each_ref().map(|book| book.tree.usage(tenant).limit());
+        // A limit that is to rise must do so before a reserve grows up to it.
+        for ((book, limit), new) in self.books.iter().zip(limits).zip(policy.limit) {
+            book.tree.set_limit(tenant, limit.max(new.unwrap_or(NONE)));
+        }
+        for tier in Tier::ALL {
+            let (i, reserve) = (tier.as_usize(), policy.reserve[tier.as_usize()]);
+            if reserve > before[i]
+                && let Err(obstacle) = self.books[i].set_reserve(tenant, reserve)
+            {
+                for (j, book) in self.books.iter().enumerate() {
+                    if j < i && policy.reserve[j] > before[j] {
+                        let _ = book.tree.set_reserve(tenant, before[j]);
+                    }
+                    book.tree.set_limit(tenant, limits[j]);
+                }
+                let (level, short) = (obstacle.level, Units(obstacle.short));
+                return Err(LedgerError::Reserve { tier, asked: reserve, level, short });
+            }
+        }
+        for (i, book) in self.books.iter().enumerate() {
+            let _ = book.tree.set_reserve(tenant, policy.reserve[i]);
+            book.tree.set_floor(tenant, policy.reserve[i]);
+            book.tree.set_limit(tenant, policy.limit[i].unwrap_or(NONE));
+            book.tree.set_pin_budget(tenant, policy.pin_budget);
+            let parent = book.tree.meta(tenant).parent();
+            book.tree.set_meta(tenant, MetaWord::new(parent, policy.weight, policy.priority));
+        }
+        let head = &self.tenants.heads[tenant.as_usize()];
+        let _ = if policy.lend { head.set(LEND) } else { head.clear(LEND) };
+        for (depth, scope) in path.iter().rev().take(path.len() - 1).enumerate() {
+            let right = policy.publish.iter().find(|(s, _)| s == scope);
+            let limit = right.map_or(Units(0), |(_, units)| units.unwrap_or(NONE));
+            let _ = self.tenants.right(tenant, depth).transit(|w| Some(UsageWord(w).with_limit(limit).0));
+        }
+        Ok(())
+    }
+
+    /// The policy's numbers against each other, and the reserves of all against the limits above them.
+    fn check_limits(&self, tier: Tier, tenant: TenantId, policy: &Policy) -> Result<(), LedgerError> {
+        let tree = &self.books[tier.as_usize()].tree;
+        let reserve = policy.reserve[tier.as_usize()];
+        let limit = policy.limit[tier.as_usize()].unwrap_or(NONE);
+        if limit < reserve {
+            return Err(LedgerError::LimitBelowReserve { tier, limit, reserve });
+        }
+        let reserves = tree.floor(tenant).children();
+        if limit < reserves {
+            return Err(LedgerError::LimitBelowReserves { tier, limit, reserves });
+        }
+        let (mut level, mut old, mut new) = (tenant, tree.floor(tenant).floor(), reserve.max(reserves));
+        while let Some(parent) = tree.above(level) {
+            let sum = u64::from(tree.floor(parent).children().0 - old.0) + u64::from(new.0);
+            let most = u64::from(tree.usage(parent).limit().0);
+            if sum > most && new > old {
+                let short = Units((sum - most).min(u64::from(u32::MAX)) as u32);
+                return Err(LedgerError::Reserve { tier, asked: reserve, level: parent, short });
+            }
+            old = tree.floor(parent).floor();
+            new = Units(sum as u32).max(tree.claim(parent).reserve());
+            level = parent;
+        }
+        Ok(())
+    }
+
+    /// Whether this id is a tenant, or the root.
+    pub fn is_live(&self, tenant: TenantId) -> bool {
+        self.books[0].tree.is_live(tenant)
+    }
+
+    /// The tenant of this name.
+    pub fn find(&self, name: &str) -> Option<TenantId> {
+        let wanted = hash(name);
+        (1..=self.books[0].top()).map(TenantId).find(|&t| {
+            self.tenants.hashes[t.as_usize()].get() == wanted && self.tenants.name(t).as_deref() == Some(name)
+        })
+    }
+
+    /// A tenant's name; the root has none.
+    pub fn name(&self, tenant: TenantId) -> Option<String> {
+        self.tenants.name(tenant)
+    }
+
+    /// The node above; `None` for the root and for what is no tenant.
+    pub fn parent(&self, tenant: TenantId) -> Option<TenantId> {
+        if self.is_live(tenant) { self.books[0].tree.above(tenant) } else { None }
+    }
+
+    /// Whether `tenant` is `level` or stands below it.
+    pub fn is_under(&self, tenant: TenantId, level: TenantId) -> bool {
+        self.books[0].tree.is_under(tenant, level)
+    }
+
+    /// How many tenants there are, the root not counted.
+    pub fn len(&self) -> u32 {
+        self.tenants.live.get() as u32
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Every tenant, by id.
+    pub fn ids(&self) -> impl Iterator<Item = TenantId> + '_ {
+        (1..=self.books[0].top()).map(TenantId).filter(|&t| self.is_live(t))
+    }
+
+    /// A tenant's weight and priority.
+    pub fn rank(&self, tenant: TenantId) -> (u32, u8) {
+        let meta = self.books[0].tree.meta(tenant);
+        (meta.weight(), meta.priority())
+    }
+
+    /// A tenant's policy, `None` for the root and for what is no tenant.
+    pub fn policy(&self, tenant: TenantId) -> Option<Policy> {
+        self.known(tenant).ok()?;
+        let path = self.books[0].tree.path(tenant);
+        let publish = path.iter().rev().take(path.len() - 1).enumerate().filter_map(|(depth, &scope)| {
+            let limit = UsageWord(self.tenants.right(tenant, depth).get()).limit();
+            (limit.0 > 0).then_some((scope, Some(limit).filter(|&limit| limit != NONE)))
+        });
+        let (weight, priority) = self.rank(tenant);
+        Some(Policy {
+            reserve: self.books.each_ref().map(|book| book.tree.claim(tenant).reserve()),
+            limit: self
+                .books
+                .each_ref()
+                .map(|book| Some(book.tree.usage(tenant).limit()).filter(|&limit| limit != NONE)),
+            weight,
+            priority,
+            lend: self.tenants.heads[tenant.as_usize()].get() & LEND != 0,
+            publish: publish.collect(),
+            pin_budget: self.books[0].tree.pins(tenant).limit(),
+        })
+    }
+
+    /// Whether `tenant` may publish into `scope`, an ancestor, and up to how many units charged there; `None` inside: no
+    /// bound of its own.
+    pub fn may_publish(&self, tenant: TenantId, scope: TenantId) -> Option<Option<Units>> {
+        let limit = UsageWord(self.right_word(tenant, scope)?.get()).limit();
+        (limit.0 > 0).then_some(Some(limit).filter(|&limit| limit != NONE))
+    }
+
+    /// The highest id that was ever in use.
+    pub fn top(&self) -> u32 {
+        self.books[0].top()
+    }
+
+    fn right_word(&self, tenant: TenantId, scope: TenantId) -> Option<&AtomicU64> {
+        let path = self.books[0].tree.path(tenant);
+        let depth = path.iter().rev().position(|&level| level == scope)?;
+        (depth < RIGHTS).then(|| self.tenants.right(tenant, depth))
+    }
+}

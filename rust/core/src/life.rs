@@ -1,0 +1,337 @@
+//! A page's life between its taking and its end: published, hit, let go. The order in which the rooms are visited, and
+//! why, stands at the head of pool.rs.
+//!
+//! A hit on a cached page needs room in the ledger before it happens, and whether it happens is known only when the
+//! compare-exchange succeeds. So a hit carries a credit: the ledger is asked in bulk for what a first look at the words
+//! predicts, each transition that needs credit spends some, one that finds none asks for a page's worth, and what is left
+//! over goes back. Most calls touch the ledger once or twice, whatever the number of pages.
+//!
+//! Callers: pool.rs, sequence.rs, batch.rs, face.rs.
+
+use crate::{
+    error::Refusal,
+    event::Event,
+    index::{Parent, Seen},
+    ledger::Refused,
+    page::Link,
+    pool::{Pool, Scratch},
+    stats::Counter,
+    sync::Atom,
+    word::{
+        FrameId, GroupId, Lane, PageId, PageRef, TenantId, Tier, Units,
+        page::{Dropped, Location, Shared},
+    },
+};
+
+/// The names of a page about to be published.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Names<'a> {
+    /// Its index key.
+    pub(crate) key: u64,
+    /// What it continues: a page that the caller holds, or a digest.
+    pub(crate) parent: Parent,
+    /// Its tokens; `None`: a key of the caller's.
+    pub(crate) tokens: Option<&'a [u32]>,
+}
+
+impl Pool {
+    pub(crate) fn tier_of(&self, id: PageId) -> Tier {
+        self.pages.location(id).tier().unwrap_or(Tier::Device)
+    }
+
+    pub(crate) fn units_of(&self, id: PageId) -> u32 {
+        self.classes[self.pages.location(id).class().as_usize()].units
+    }
+
+    /// Make a page that the caller holds, written to the end, findable. `None`: it could not be listed, and stays private.
+    /// What is to be told goes to `events`, for the caller to publish while it still holds the page.
+    pub(crate) fn publish(
+        &self,
+        lane: Lane,
+        page: PageRef,
+        group: GroupId,
+        names: &Names<'_>,
+        proven: bool,
+        events: &mut Vec<Event>,
+    ) -> Option<Seen> {
+        let id = page.id;
+        let payer = self.pages.payer(id);
+        let (link, parent) = match names.parent {
+            Parent::Page { at, .. } => (Link::Page(at), Some(at)),
+            Parent::Digest(digest) => (Link::Digest(digest), None),
+        };
+        if let Some(parent) = parent
+            && !self.pages.add_child(parent.id)
+        {
+            return None;
+        }
+        let wanted =
+            crate::index::Wanted { key: names.key, scope: payer, parent: names.parent, tokens: names.tokens };
+        let twin = self.index.lookup(&self.pages, &wanted, Some);
+        let prefix = twin.map_or(page.to_bits(), |twin| twin.prefix);
+        self.pages.set_names(id, names.key, link, prefix);
+        if let Some(tokens) = names.tokens {
+            self.pages.set_tokens(id, tokens);
+        }
+        let published = self
+            .pages
+            .transit(id, |w| if w.generation() == page.generation { w.publish(proven) } else { None });
+        debug_assert!(published.is_ok(), "{page:?} is held by the caller and private, and yet {published:?}");
+        if !self.index.insert(names.key, id) {
+            let _ = self.pages.transit(id, |w| w.unpublish());
+            if let Some(parent) = parent {
+                self.pages.remove_child(parent.id);
+            }
+            self.stats.count(lane, Counter::PublishRefused, 1);
+            return None;
+        }
+        self.stats.count(lane, Counter::PagesPublished, 1);
+        if twin.is_none() && self.events.is_on() {
+            events.push(Event::Stored {
+                key: names.key,
+                parent: parent.map(|at| self.pages.key(at.id)),
+                page,
+                group,
+                tenant: payer,
+                tokens: names.tokens.map_or(self.spec.page_tokens(), |t| t.len() as u32),
+                tier: Tier::Device,
+            });
+        }
+        Some(Seen { page, prefix })
+    }
+
+    /// Out of the index, so that nobody finds it any more; its parent has one child less. The caller owns the page:
+    /// it is LEAVING, or the caller alone holds it.
+    pub(crate) fn unindex(&self, id: PageId, group: GroupId) {
+        let key = self.pages.key(id);
+        self.index.remove(key, id);
+        if self.events.is_on() && !self.index.has_copy(&self.pages, id) {
+            let tier = self.tier_of(id);
+            self.events.publish(Event::Removed { key, group, tenant: self.pages.payer(id), tier });
+        }
+        if let Link::Page(parent) = self.pages.link(id) {
+            self.pages.remove_child(parent.id);
+        }
+    }
+
+    /// A page that the caller alone holds loses its key, because its content is about to change. `false`: others hold it
+    /// too, or found it meanwhile, so it has to be copied instead.
+    pub(crate) fn make_private(&self, page: PageRef, group: GroupId) -> bool {
+        let word = self.pages.read(page.id);
+        if word.refs() != 1 || word.pins() != 0 || word.generation() != page.generation {
+            return false;
+        }
+        if !word.is_indexed() {
+            return true;
+        }
+        // Children in the index continue what it says now.
+        if self.pages.children(page.id) > 0 {
+            return false;
+        }
+        let taken = self.pages.transit(page.id, |w| {
+            if w.refs() == 1 && w.pins() == 0 && w.generation() == page.generation {
+                w.unpublish()
+            } else {
+                None
+            }
+        });
+        if taken.is_ok() {
+            // Not INDEXED any more, so nobody can hit it, though it is still listed for a moment.
+            self.unindex(page.id, group);
+        }
+        taken.is_ok()
+    }
+
+    /// Reference pages that were found, in order, until one is gone or may not be held: how many are now held.
+    pub(crate) fn hold(&self, lane: Lane, found: &[PageRef]) -> (usize, Option<Refusal>) {
+        let mut held = 0;
+        let mut refusal = None;
+        while held < found.len() && refusal.is_none() {
+            let payer = self.pages.payer(found[held].id);
+            let run = found[held..].iter().take_while(|p| self.pages.payer(p.id) == payer).count();
+            let (n, refused) = self.hold_run(payer, &found[held..held + run]);
+            held += n;
+            refusal = refused.map(|r| self.refusal(r));
+            if n < run {
+                break;
+            }
+        }
+        if refusal.is_some() {
+            self.stats.count(lane, Counter::LookupsStopped, 1);
+        }
+        (held, refusal)
+    }
+
+    fn hold_run(&self, payer: TenantId, run: &[PageRef]) -> (usize, Option<Refused>) {
+        let tier = Tier::Device;
+        let predicted =
+            run.iter().filter(|p| self.pages.read(p.id).is_cached()).map(|p| self.units_of(p.id)).sum();
+        // What does not fit in bulk is asked for page by page.
+        let mut credit = match predicted {
+            0 => 0,
+            units if self.ledger.revive(tier, payer, Units(units)).is_ok() => units,
+            _ => 0,
+        };
+        let (mut unpinned, mut n, mut refused) = (0, 0, None);
+        'pages: for page in run {
+            let units = self.units_of(page.id);
+            loop {
+                let shared = self.pages.transit_with(page.id, |w| {
+                    if w.is_cached() && credit < units { None } else { w.share(page.generation) }
+                });
+                match shared {
+                    Ok(Shared::Held) => {}
+                    Ok(Shared::Unparked) => unpinned += units,
+                    Ok(Shared::Revived) => credit -= units,
+                    Err(word) if word.share(page.generation).is_some() => {
+                        match self.ledger.revive(tier, payer, Units(units)) {
+                            Ok(()) => {
+                                credit += units;
+                                continue;
+                            }
+                            Err(r) => {
+                                refused = Some(r);
+                                break 'pages;
+                            }
+                        }
+                    }
+                    Err(_) => break 'pages,
+                }
+                break;
+            }
+            n += 1;
+        }
+        if credit > 0 {
+            self.ledger.park(tier, payer, Units(credit));
+        }
+        if unpinned > 0 {
+            self.ledger.from_pinned(tier, payer, Units(unpinned));
+        }
+        (n, refused)
+    }
+
+    /// One more reference on each page, by somebody who holds them (a fork). Stops at a page with too many references:
+    /// how many got one.
+    pub(crate) fn hold_again(&self, pages: impl Iterator<Item = PageRef>) -> usize {
+        let mut n = 0;
+        for page in pages {
+            if self.pages.transit(page.id, |w| w.share_held(page.generation)).is_err() {
+                break;
+            }
+            n += 1;
+        }
+        n
+    }
+
+    /// Drop one reference on each page, in this order (children before parents). What nobody can find any more becomes
+    /// free, the rest is cached. The number of stale references, which changed nothing.
+    pub(crate) fn let_go(&self, lane: Lane, pages: &[PageRef], scratch: &mut Scratch) -> usize {
+        let mut stale = 0;
+        let mut rest = pages;
+        while let Some(first) = rest.first() {
+            let payer = self.pages.payer(first.id);
+            let class = self.pages.location(first.id).class();
+            let run = rest
+                .iter()
+                .take_while(|p| self.pages.payer(p.id) == payer && self.pages.location(p.id).class() == class)
+                .count();
+            let (now, later) = rest.split_at(run.max(1));
+            stale += self.let_go_run(lane, payer, now, scratch);
+            rest = later;
+        }
+        if stale > 0 {
+            self.stats.count(lane, Counter::StaleReferences, stale as u64);
+        }
+        stale
+    }
+
+    /// Move a page to another frame of its class: `copy` is given both frames and has done the copy when it returns. Who
+    /// holds the page notices nothing; batches show the new frame from their next step on, and the old one is used again
+    /// once all of them have taken it. `None`: it is not there any more, another copy uses it, or no frame is free.
+    ///
+    /// While it is copied the page can be hit, held and let go, but not leave: whoever ends the lease sees to that.
+    pub fn relocate(&self, page: PageRef, copy: impl FnOnce(FrameId, FrameId)) -> Option<FrameId> {
+        let lane = self.next_lane();
+        let _op = self.enter(lane);
+        self.pages.transit(page.id, |w| w.lease(page.generation)).ok()?;
+        let from = self.pages.location(page.id);
+        let tier = from.tier().unwrap_or(Tier::Device);
+        let size = self.classes[from.class().as_usize()].size;
+        let mut claimed = Vec::with_capacity(1);
+        let moved = (self.arena(tier).claim(size, lane, 1, &mut claimed) == 1).then(|| {
+            copy(from.frame(), claimed[0]);
+            let to = Location::new(tier, from.class(), claimed[0]);
+            // Only the holder of the lease moves a page.
+            let swapped = self.pages.swap_location(page.id, from, to);
+            debug_assert!(swapped.is_ok(), "{page:?} moved while it was leased: {swapped:?}");
+            self.quiescence.retire(tier, size, from.frame());
+            self.moves.plus(1);
+            claimed[0]
+        });
+        if let Ok(true) = self.pages.transit_with(page.id, |w| w.unlease(page.generation)) {
+            self.free_leaving(lane, page.id);
+        }
+        moved
+    }
+
+    /// A page that is LEAVING, never had a key (or lost it) and was counted as held.
+    fn free_leaving(&self, lane: Lane, id: PageId) {
+        let (location, payer) = (self.pages.location(id), self.pages.payer(id));
+        let tier = location.tier().unwrap_or(Tier::Device);
+        let class = self.classes[location.class().as_usize()];
+        self.retire(id);
+        // Both were taken with the page.
+        let _ = self.slots.release(id);
+        let _ = self.arena(tier).release(class.size, location.frame());
+        self.ledger.discharge(tier, payer, lane, Units(class.units));
+    }
+
+    /// Pages of one payer and one class.
+    fn let_go_run(&self, lane: Lane, payer: TenantId, run: &[PageRef], scratch: &mut Scratch) -> usize {
+        let Some(first) = run.first() else { return 0 };
+        let location = self.pages.location(first.id);
+        let tier = location.tier().unwrap_or(Tier::Device);
+        let class = self.classes[location.class().as_usize()];
+        let units = class.units;
+        scratch.ids.clear();
+        scratch.queue.clear();
+        let (mut parked, mut pinned, mut stale) = (0, 0, 0);
+        for page in run {
+            match self.pages.transit_with(page.id, |w| w.drop_ref(page.generation)) {
+                Ok(Dropped::Held) => {}
+                Ok(Dropped::Pinned) => pinned += units,
+                Ok(Dropped::Cached { enqueue }) => {
+                    parked += units;
+                    if enqueue {
+                        scratch.queue.push(page.id);
+                    }
+                }
+                Ok(Dropped::Leaving) => scratch.ids.push(page.id),
+                Err(_) => stale += 1,
+            }
+        }
+        if pinned > 0 {
+            self.ledger.to_pinned(tier, payer, Units(pinned));
+        }
+        if parked > 0 {
+            self.ledger.park(tier, payer, Units(parked));
+            for &id in &scratch.queue {
+                self.orders.enqueue(&self.pages, payer, id);
+            }
+        }
+        if !scratch.ids.is_empty() {
+            scratch.frames.clear();
+            for &id in &scratch.ids {
+                scratch.frames.push(self.pages.location(id).frame());
+                self.retire(id);
+            }
+            // Both were taken with the pages.
+            let _ = self.slots.release_many(&scratch.ids);
+            let _ = self.arena(tier).release_many(class.size, &scratch.frames);
+            let freed = scratch.ids.len() as u32 * units;
+            self.ledger.discharge(tier, payer, lane, Units(freed));
+            self.stats.count(lane, Counter::PagesReleased, scratch.ids.len() as u64);
+        }
+        stale
+    }
+}

@@ -1,0 +1,322 @@
+//! The longest cached prefix of a prompt, found and referenced in one step.
+//!
+//! A hit of n tokens needs all that decoding from n needs: every page of a group that grows, the last window's pages of
+//! a window group, a kept snapshot at n of a fixed state. The first group that grows is the anchor: its pages form the
+//! chain, and pages of the other groups continue the anchor's page at the same place. A model without an anchor (all
+//! layers slide) has no chain of pages: there each page is linked to a digest of all tokens before it.
+//!
+//! What is referenced here can't be evicted before it is used. Dropping the [`Hit`] without using it is a leak, so it is
+//! handed to a sequence at once or let go.
+//!
+//! Callers: sequence.rs, admit.rs.
+
+use crate::{
+    hash::ChainKey,
+    index::{AHEAD, Parent, Seen, Wanted},
+    pool::{Pool, Scratch},
+    spec::GroupKind,
+    word::{GroupId, Lane, PageRef, TenantId},
+};
+
+/// A part of a prompt and the node under which it is shared.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Range {
+    /// The first token behind it.
+    pub(crate) end: u32,
+    /// Who pays for its new pages, and under whom they are found.
+    pub(crate) scope: TenantId,
+    /// New pages may be published there. Without the right what is there is hit, and the rest is the sequence's own.
+    pub(crate) may_publish: bool,
+}
+
+/// Which node a page belongs to: the one of its last token. What lies behind all ranges is the tenant's own.
+pub(crate) fn scope_at(ranges: &[Range], tenant: TenantId, page_tokens: u32, page: u32) -> TenantId {
+    range_at(ranges, page_tokens, page).map_or(tenant, |r| ranges[r].scope)
+}
+
+fn range_at(ranges: &[Range], page_tokens: u32, page: u32) -> Option<usize> {
+    let last = u64::from(page_tokens) * (u64::from(page) + 1) - 1;
+    ranges.iter().position(|r| last < u64::from(r.end))
+}
+
+/// What was found. Every page in it holds a reference.
+#[derive(Debug)]
+pub(crate) struct Hit {
+    /// Pages hit, per layer group and place.
+    pub(crate) pages: u32,
+    /// Per group: the first page number, and the pages from there on. Of a fixed state: the snapshot.
+    pub(crate) tables: Vec<(u32, Vec<PageRef>)>,
+    /// The keys of the last pages hit, the newest last; at least one (the root's if nothing was hit).
+    pub(crate) keys: Vec<ChainKey>,
+    /// What the next page continues.
+    pub(crate) parent: Parent,
+}
+
+/// A prompt to look up.
+#[derive(Debug)]
+pub(crate) struct Prompt<'a> {
+    pub(crate) tenant: TenantId,
+    pub(crate) tokens: &'a [u32],
+    pub(crate) root: ChainKey,
+}
+
+/// The chain of a lookup in progress.
+struct Chain {
+    keys: Vec<ChainKey>,
+    seen: Vec<Seen>,
+}
+
+impl Pool {
+    /// Look a prompt up and reference what is there. The last token is never hit: somebody has to compute something.
+    /// Ranges without the right to publish are cut where their hits end.
+    pub(crate) fn find_prefix(
+        &self,
+        lane: Lane,
+        prompt: &Prompt<'_>,
+        ranges: &mut Vec<Range>,
+        scratch: &mut Scratch,
+    ) -> Hit {
+        let page_tokens = self.spec.page_tokens();
+        let most = (prompt.tokens.len() as u32).saturating_sub(1) / page_tokens;
+        let anchor = self.spec.anchor();
+        let groups = self.groups.len();
+        let mut chain = Chain { keys: vec![prompt.root], seen: Vec::new() };
+        let mut n = match anchor {
+            Some(group) => {
+                self.follow(lane, prompt, ranges, group, most, &mut chain);
+                chain.seen.len() as u32
+            }
+            None => {
+                self.hash_all(prompt, ranges, most, &mut chain.keys);
+                most
+            }
+        };
+        let mut tables: Vec<(u32, Vec<PageRef>)> = vec![(0, Vec::new()); groups];
+        // Others may shorten the hit, and what shortens one group shortens all: until nothing changes.
+        'again: loop {
+            let mut before = u32::MAX;
+            while before != n {
+                before = n;
+                for g in (0..groups).map(|g| GroupId(g as u8)).filter(|&g| Some(g) != anchor) {
+                    n = self.longest(prompt, ranges, &chain, g, n);
+                }
+            }
+            for g in (0..groups).map(|g| GroupId(g as u8)).filter(|&g| Some(g) != anchor) {
+                let places = self.places(g, n);
+                let wanted =
+                    places.clone().map_while(|i| self.look(prompt, ranges, &chain, g, i)).collect::<Vec<_>>();
+                let (held, _) = self.hold(lane, &wanted);
+                tables[g.as_usize()] = (places.start, wanted[..held].to_vec());
+                if held < places.len() {
+                    // Evicted since it was seen, or not to be held: the hit ends before it.
+                    n = places.start + held as u32;
+                    for table in &mut tables {
+                        self.let_go_reversed(lane, &table.1, scratch);
+                        table.1.clear();
+                    }
+                    continue 'again;
+                }
+            }
+            break;
+        }
+        if let Some(group) = anchor {
+            let held: Vec<_> = chain.seen.iter().map(|s| s.page).collect();
+            let (keep, surplus) = held.split_at(n as usize);
+            self.let_go_reversed(lane, surplus, scratch);
+            tables[group.as_usize()] = (0, keep.to_vec());
+        }
+        chain.keys.truncate(n as usize + 1);
+        let parent = match (n, anchor) {
+            (0, _) => Parent::Digest(self.hasher.digest(prompt.root)),
+            (_, Some(_)) => chain.seen[n as usize - 1].as_parent(),
+            (_, None) => Parent::Digest(self.hasher.digest(chain.keys[n as usize])),
+        };
+        Hit { pages: n, tables, keys: chain.keys, parent }
+    }
+
+    /// How many tokens of a prompt are cached now, without taking any reference: an answer that may be old at once.
+    pub(crate) fn peek_prefix(&self, prompt: &Prompt<'_>, ranges: &[Range]) -> Vec<PageRef> {
+        let Some(group) = self.spec.anchor() else { return Vec::new() };
+        let page_tokens = self.spec.page_tokens();
+        let most = (prompt.tokens.len() as u32).saturating_sub(1) / page_tokens;
+        let mut chain = Chain { keys: vec![prompt.root], seen: Vec::new() };
+        for page in 0..most {
+            let scope = scope_at(ranges, prompt.tenant, page_tokens, page);
+            chain.keys.push(self.hasher.page(
+                scope,
+                chain.keys[page as usize],
+                self.page_of(prompt.tokens, page),
+            ));
+            let parent = self.anchor_parent(prompt, &chain, page);
+            match self.index.lookup(
+                &self.pages,
+                &self.wanted(prompt, &chain, scope, group, page, parent),
+                Some,
+            ) {
+                Some(seen) => chain.seen.push(seen),
+                None => break,
+            }
+        }
+        chain.seen.iter().map(|s| s.page).collect()
+    }
+
+    fn page_of<'a>(&self, tokens: &'a [u32], page: u32) -> &'a [u32] {
+        let size = self.spec.page_tokens() as usize;
+        &tokens[page as usize * size..][..size]
+    }
+
+    fn anchor_parent(&self, prompt: &Prompt<'_>, chain: &Chain, page: u32) -> Parent {
+        match page.checked_sub(1) {
+            None => Parent::Digest(self.hasher.digest(prompt.root)),
+            Some(before) => chain.seen[before as usize].as_parent(),
+        }
+    }
+
+    fn wanted<'a>(
+        &self,
+        prompt: &Prompt<'a>,
+        chain: &Chain,
+        scope: TenantId,
+        group: GroupId,
+        page: u32,
+        parent: Parent,
+    ) -> Wanted<'a> {
+        Wanted {
+            key: self.hasher.index_key(chain.keys[page as usize + 1], group),
+            scope,
+            parent,
+            tokens: self.compare_tokens.then(|| self.page_of(prompt.tokens, page)),
+        }
+    }
+
+    /// Follow the anchor's chain and reference it, some pages at a time.
+    fn follow(
+        &self,
+        lane: Lane,
+        prompt: &Prompt<'_>,
+        ranges: &mut Vec<Range>,
+        group: GroupId,
+        most: u32,
+        chain: &mut Chain,
+    ) {
+        let page_tokens = self.spec.page_tokens();
+        let mut keys = [0; AHEAD];
+        let mut found = Vec::with_capacity(AHEAD);
+        loop {
+            let start = chain.seen.len() as u32;
+            let some = (most - start).min(AHEAD as u32);
+            if some == 0 {
+                return;
+            }
+            chain.keys.truncate(start as usize + 1);
+            for (nth, page) in (start..start + some).enumerate() {
+                let scope = scope_at(ranges, prompt.tenant, page_tokens, page);
+                let key =
+                    self.hasher.page(scope, chain.keys[page as usize], self.page_of(prompt.tokens, page));
+                keys[nth] = self.hasher.index_key(key, group);
+                chain.keys.push(key);
+            }
+            let hints = self.index.probe(&self.pages, &keys[..some as usize]);
+            found.clear();
+            for (nth, page) in (start..start + some).enumerate() {
+                let scope = scope_at(ranges, prompt.tenant, page_tokens, page);
+                let parent = self.anchor_parent(prompt, chain, page);
+                let wanted = self.wanted(prompt, chain, scope, group, page, parent);
+                match self.index.lookup_probed(&self.pages, &hints, nth, &wanted, Some) {
+                    Some(seen) => {
+                        chain.seen.push(seen);
+                        found.push(seen.page);
+                    }
+                    None => break,
+                }
+            }
+            let (held, refusal) = self.hold(lane, &found);
+            chain.seen.truncate(start as usize + held);
+            if held == some as usize {
+                continue;
+            }
+            // Where a range without the right to publish ends its hits, the tenant's own pages may go on.
+            let end = chain.seen.len() as u32;
+            if refusal.is_none()
+                && held == found.len()
+                && let Some(r) = range_at(ranges, page_tokens, end)
+                && !ranges[r].may_publish
+            {
+                ranges.insert(r, Range { end: end * page_tokens, ..ranges[r] });
+                ranges[r + 1].scope = prompt.tenant;
+                ranges[r + 1].may_publish = true;
+                continue;
+            }
+            chain.keys.truncate(end as usize + 1);
+            return;
+        }
+    }
+
+    fn hash_all(&self, prompt: &Prompt<'_>, ranges: &mut [Range], most: u32, keys: &mut Vec<ChainKey>) {
+        let page_tokens = self.spec.page_tokens();
+        for range in ranges.iter_mut().filter(|r| !r.may_publish) {
+            (range.scope, range.may_publish) = (prompt.tenant, true);
+        }
+        for page in 0..most {
+            let scope = scope_at(ranges, prompt.tenant, page_tokens, page);
+            keys.push(self.hasher.page(scope, keys[page as usize], self.page_of(prompt.tokens, page)));
+        }
+    }
+
+    /// The places of `group` that a hit of `n` pages needs.
+    fn places(&self, group: GroupId, n: u32) -> std::ops::Range<u32> {
+        match self.spec.groups()[group.as_usize()].kind {
+            GroupKind::State => n.saturating_sub(1)..n,
+            _ => self.spec.first_needed(group, n * self.spec.page_tokens()).min(n)..n,
+        }
+    }
+
+    /// The page of a group other than the anchor at one place, if it is cached.
+    fn look(
+        &self,
+        prompt: &Prompt<'_>,
+        ranges: &[Range],
+        chain: &Chain,
+        group: GroupId,
+        page: u32,
+    ) -> Option<PageRef> {
+        let parent = match chain.seen.get(page as usize) {
+            Some(anchor) => anchor.as_parent(),
+            None => Parent::Digest(self.hasher.digest(chain.keys[page as usize])),
+        };
+        let scope = scope_at(ranges, prompt.tenant, self.spec.page_tokens(), page);
+        let wanted = self.wanted(prompt, chain, scope, group, page, parent);
+        self.index.lookup(&self.pages, &wanted, Some).map(|seen| seen.page)
+    }
+
+    /// The longest hit of at most `n` pages that this group allows.
+    fn longest(&self, prompt: &Prompt<'_>, ranges: &[Range], chain: &Chain, group: GroupId, n: u32) -> u32 {
+        let there = |page| self.look(prompt, ranges, chain, group, page).is_some();
+        if self.spec.groups()[group.as_usize()].kind.grows() {
+            return (0..n).find(|&page| !there(page)).unwrap_or(n);
+        }
+        // From the right: `end` is a candidate, all places from `page + 1` up to it are there.
+        let mut end = n;
+        let mut page = n;
+        while end > 0 && page > self.places(group, end).start {
+            page -= 1;
+            if !there(page) {
+                end = page;
+            }
+        }
+        end
+    }
+
+    /// Let pages go, the last first: children before parents.
+    pub(crate) fn let_go_reversed(&self, lane: Lane, pages: &[PageRef], scratch: &mut Scratch) {
+        if pages.is_empty() {
+            return;
+        }
+        let mut reversed = std::mem::take(&mut scratch.reversed);
+        reversed.clear();
+        reversed.extend(pages.iter().rev());
+        let stale = self.let_go(lane, &reversed, scratch);
+        debug_assert_eq!(stale, 0, "held pages can't be stale");
+        scratch.reversed = reversed;
+    }
+}

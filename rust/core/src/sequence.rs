@@ -1,0 +1,770 @@
+//! WHO holds: one request's tokens and, per layer group, its list of pages.
+//!
+//! # Counts
+//!
+//! | count | meaning |
+//! | --- | --- |
+//! | `known` | tokens whose ids are known: the prompt and what was sampled |
+//! | `slots` | tokens that have a place in a page |
+//! | `written` | tokens whose KV is in that place |
+//!
+//! `written <= slots`, and pages up to `written / page_tokens` whose tokens are known are published. An asynchronous
+//! scheduler may have `slots > known` by the tokens of the steps that are not committed yet.
+//!
+//! # Invariant
+//!
+//! The tables of all groups that follow the tokens reach equally far; a window group's table begins later. Every page
+//! listed holds one reference of this sequence. A page beyond the published ones is private unless a fork shares it;
+//! `shared_tail` is set while the page of the next slot may be shared or findable, and is looked at before it is written.
+//! What a sequence was promised at admission and does not hold yet is in `promises`.
+//!
+//! # Who may use one
+//!
+//! One thread at a time: the [`Body`] lies behind a lock that is only ever tried, and a second thread gets
+//! [`Error::Busy`]. While the sequence stands in a batch, its body lies in the batch's row, behind the batch's own lock.
+//! Dropping the last handle closes the sequence.
+
+use std::sync::{Arc, Weak};
+
+use crate::{
+    batch::Shared as BatchShared,
+    error::{Error, Refusal},
+    event::Event,
+    evict::Protection,
+    hash::{ChainKey, Context},
+    index::Parent,
+    life::Names,
+    pool::{Pool, Scratch},
+    prefix::{Hit, Prompt, Range, scope_at},
+    spec::GroupKind,
+    stats::Lookup,
+    sync::{AtomicU32, Mutex, MutexGuard},
+    word::{GroupId, Lane, PageRef, TenantId, Tier, Units},
+};
+
+/// What a sequence is opened with.
+#[derive(Clone, Debug, Default)]
+pub struct Open<'a> {
+    /// The prompt; at least one token. Becomes the sequence's own.
+    pub tokens: Vec<u32>,
+    /// How many tokens it may grow by.
+    pub max_new_tokens: u32,
+    /// Reserve the whole need now, or refuse.
+    pub admit: bool,
+    /// Shared parts of the prompt: how many tokens, under which node; one after the other from the start.
+    pub share: &'a [(TenantId, u32)],
+    /// The adapter's name.
+    pub adapter: Option<&'a [u8]>,
+    /// Which weights the adapter's name stands for.
+    pub adapter_generation: u64,
+    /// The caller's own key.
+    pub extra_key: Option<&'a [u8]>,
+    /// How much its pages are protected from eviction, 0-100.
+    pub protection: u8,
+    /// For how long, in milliseconds of the pool's clock; 0: for ever.
+    pub protection_ms: u64,
+}
+
+/// The pages of one layer group. Entries before `start` have been released (they left the window).
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Table {
+    pub(crate) start: u32,
+    pub(crate) pages: Vec<PageRef>,
+}
+
+impl Table {
+    pub(crate) fn live(&self) -> &[PageRef] {
+        &self.pages[self.start as usize..]
+    }
+}
+
+/// How many chain keys a sequence remembers, so that a rejected draft can be taken back without hashing anew.
+const KEPT_KEYS: usize = 4;
+
+/// All that a sequence is.
+#[derive(Debug)]
+pub(crate) struct Body {
+    pub(crate) tenant: TenantId,
+    pub(crate) lane: Lane,
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) slots: u32,
+    pub(crate) written: u32,
+    pub(crate) prompt: u32,
+    pub(crate) cached: u32,
+    pub(crate) tables: Vec<Table>,
+    /// Pages published or hit, per group and place.
+    pub(crate) published: u32,
+    /// The keys of the last published pages, the newest last; the root's below them all.
+    keys: Vec<ChainKey>,
+    root: ChainKey,
+    /// What the next page continues; `None`: nothing more is published.
+    parent: Option<Parent>,
+    ranges: Vec<Range>,
+    /// Parts of the prompt that were to be shared and are the sequence's own: scope, tokens.
+    fallbacks: Vec<(TenantId, u32)>,
+    pub(crate) promises: Vec<(TenantId, u32)>,
+    /// The most the tenant's own promise may be filled up to again when a window moves on.
+    promised: u32,
+    pub(crate) shared_tail: bool,
+    /// The most tokens it was admitted for; 0: no bound of its own.
+    pub(crate) admitted: u32,
+    counted: bool,
+    protection: Protection,
+}
+
+/// Where a body is.
+#[derive(Debug)]
+pub(crate) enum Place {
+    Idle(Box<Body>),
+    Batched(Weak<BatchShared>),
+    Closed,
+}
+
+/// A handle on a sequence.
+#[derive(Debug)]
+pub struct Sequence {
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) place: Mutex<Place>,
+    /// Its row while it stands in a batch; kept by the batch.
+    pub(crate) row: AtomicU32,
+    pub(crate) tenant: TenantId,
+}
+
+/// What a sequence counts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Counts {
+    /// Tokens whose ids are known.
+    pub known: u32,
+    /// Tokens with a place.
+    pub slots: u32,
+    /// Tokens written.
+    pub written: u32,
+    /// Tokens of the prompt.
+    pub prompt: u32,
+    /// Tokens of the prompt that were hit.
+    pub cached: u32,
+}
+
+pub(crate) fn try_lock<'a, T>(lock: &'a Mutex<T>, what: &'static str) -> Result<MutexGuard<'a, T>, Error> {
+    match lock.try_lock() {
+        Ok(guard) => Ok(guard),
+        // A panic inside left the body as it was between two steps of the books: it can still be closed.
+        Err(std::sync::TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
+        Err(std::sync::TryLockError::WouldBlock) => Err(Error::Busy(what)),
+    }
+}
+
+impl Pool {
+    /// Open a sequence: look its prompt up, reference what is cached, reserve the rest if asked to.
+    ///
+    /// # Errors
+    /// An empty prompt, a scope that is not above the tenant, or (with `admit`) no room: then nothing is changed.
+    pub fn open(self: &Arc<Self>, tenant: TenantId, mut open: Open<'_>) -> Result<Arc<Sequence>, Error> {
+        self.check_open()?;
+        if open.tokens.is_empty() {
+            return Err(Error::Argument("the prompt is empty; a sequence needs at least one token".into()));
+        }
+        let total = u32::try_from(open.tokens.len())
+            .ok()
+            .and_then(|n| n.checked_add(open.max_new_tokens))
+            .filter(|&n| n <= MAX_TOKENS)
+            .ok_or_else(|| {
+                Error::Argument(format!(
+                    "{} prompt tokens and {} new ones; a sequence has at most {MAX_TOKENS}",
+                    open.tokens.len(),
+                    open.max_new_tokens
+                ))
+            })?;
+        self.check_tenant(tenant)?;
+        let mut ranges = self.ranges(tenant, &open)?;
+        let lane = self.next_lane();
+        let _op = self.enter(lane);
+        if open.admit {
+            self.check_ever(tenant, total)?;
+        }
+        let mut scratch = Scratch::default();
+        let root = self.hasher.root(&Context {
+            adapter: open.adapter,
+            adapter_generation: open.adapter_generation,
+            extra_key: open.extra_key,
+            weights: self.weights_epoch_now(),
+        });
+        let prompt = Prompt { tenant, tokens: &open.tokens, root };
+        let asked = ranges.clone();
+        let hit = self.find_prefix(lane, &prompt, &mut ranges, &mut scratch);
+        self.settle_ranges(tenant, &mut ranges, &hit);
+        let tokens = std::mem::take(&mut open.tokens);
+        let mut body = Body::new(tenant, lane, tokens, root, ranges, hit, self);
+        body.fallbacks = fallbacks(&asked, &body.ranges, tenant);
+        body.protection = self.protection(&open);
+        if open.admit
+            && let Err(refusal) = body.reserve(self, total)
+        {
+            body.release_all(self, &mut scratch);
+            self.count_refusal(lane, &refusal);
+            return Err(refusal.into());
+        }
+        body.admitted = if open.max_new_tokens > 0 { total } else { 0 };
+        Ok(Sequence::handle(self, body))
+    }
+
+    fn protection(&self, open: &Open<'_>) -> Protection {
+        let level = u16::from(open.protection.min(100)).div_ceil(7).min(Protection::MAX_LEVEL);
+        let until =
+            (open.protection_ms > 0).then(|| (self.clock.now_ms() + open.protection_ms).div_ceil(1000));
+        if level == 0 { Protection::default() } else { Protection::new(level, until) }
+    }
+
+    fn ranges(&self, tenant: TenantId, open: &Open<'_>) -> Result<Vec<Range>, Error> {
+        let mut end = 0u32;
+        let mut ranges = Vec::with_capacity(open.share.len());
+        for &(scope, tokens) in open.share {
+            self.check_tenant(scope)?;
+            if !self.ledger.is_under(tenant, scope) {
+                return Err(Error::Tenant(format!(
+                    "a prompt of {:?} can be shared under {:?} only if that is the tenant itself or a level above it",
+                    self.ledger.name(tenant),
+                    self.ledger.name(scope)
+                )));
+            }
+            end = end.saturating_add(tokens).min(open.tokens.len() as u32);
+            ranges.push(Range {
+                end,
+                scope,
+                may_publish: scope == tenant || self.ledger.may_publish(tenant, scope).is_some(),
+            });
+        }
+        Ok(ranges)
+    }
+
+    /// New pages go only where they may: what is left of a range without the right, or over its bytes, is the tenant's.
+    fn settle_ranges(&self, tenant: TenantId, ranges: &mut Vec<Range>, hit: &Hit) {
+        let page_tokens = self.spec.page_tokens();
+        let end = hit.pages * page_tokens;
+        let mut at = 0;
+        while at < ranges.len() {
+            let range = ranges[at];
+            let over = || {
+                let Some(Some(most)) = self.ledger.may_publish(tenant, range.scope) else { return false };
+                let pages = (range.end / page_tokens).saturating_sub(hit.pages);
+                let need = u64::from(pages) * self.groups.iter().map(|g| u64::from(g.units)).sum::<u64>();
+                u64::from(self.ledger.usage(Tier::Device, range.scope).charged.0) + need > u64::from(most.0)
+            };
+            if range.scope != tenant && range.end > end && (!range.may_publish || over()) {
+                let own = Range { end: range.end, scope: tenant, may_publish: true };
+                let start = if at == 0 { 0 } else { ranges[at - 1].end };
+                if end > start {
+                    ranges[at].end = end;
+                    ranges.insert(at + 1, own);
+                    at += 1;
+                } else {
+                    ranges[at] = own;
+                }
+            }
+            at += 1;
+        }
+    }
+}
+
+/// The longest sequence there can be; the counts have room above it.
+pub const MAX_TOKENS: u32 = 1 << 30;
+
+fn fallbacks(asked: &[Range], got: &[Range], tenant: TenantId) -> Vec<(TenantId, u32)> {
+    let mut start = 0;
+    asked
+        .iter()
+        .filter_map(|range| {
+            let from = std::mem::replace(&mut start, range.end);
+            let kept =
+                got.iter().filter(|g| g.scope == range.scope && g.end <= range.end).map(|g| g.end).max();
+            let kept = kept.unwrap_or(from).max(from);
+            (range.scope != tenant && kept < range.end).then_some((range.scope, range.end - kept))
+        })
+        .collect()
+}
+
+impl Body {
+    fn new(
+        tenant: TenantId,
+        lane: Lane,
+        tokens: Vec<u32>,
+        root: ChainKey,
+        ranges: Vec<Range>,
+        hit: Hit,
+        pool: &Pool,
+    ) -> Self {
+        let cached = hit.pages * pool.spec.page_tokens();
+        let state_hit = (0..pool.groups.len())
+            .any(|g| pool.is_state(GroupId(g as u8)) && hit.tables.get(g).is_some_and(|t| !t.1.is_empty()));
+        let mut keys = hit.keys;
+        keys.drain(..keys.len().saturating_sub(KEPT_KEYS));
+        let tables = hit.tables.into_iter().enumerate().map(|(g, (start, live))| {
+            let start = if pool.is_state(GroupId(g as u8)) { 0 } else { start };
+            let dead = PageRef::from_bits(0);
+            let pages = std::iter::repeat_n(dead, start as usize).chain(live).collect();
+            Table { start, pages }
+        });
+        Self {
+            tenant,
+            lane,
+            prompt: tokens.len() as u32,
+            tokens,
+            slots: cached,
+            written: cached,
+            cached,
+            tables: tables.collect(),
+            published: hit.pages,
+            keys,
+            root,
+            parent: Some(hit.parent),
+            ranges,
+            fallbacks: Vec::new(),
+            promises: Vec::new(),
+            promised: 0,
+            // A snapshot that was hit is copied before the state is written on.
+            shared_tail: state_hit,
+            admitted: 0,
+            counted: false,
+            protection: Protection::default(),
+        }
+    }
+
+    pub(crate) fn known(&self) -> u32 {
+        self.tokens.len() as u32
+    }
+
+    /// The tokens of a step are written, and nobody said what they are: what follows can't be found by content.
+    pub(crate) fn lose_sight(&mut self, known: u32) {
+        self.tokens.resize(known as usize, 0);
+        self.parent = None;
+    }
+
+    /// How many written and known tokens it takes until there is a page to publish; 0 while the hits are not counted.
+    pub(crate) fn next_publish(&self, page_tokens: u32) -> u32 {
+        match (self.counted, self.parent) {
+            (false, _) => 0,
+            (true, None) => u32::MAX,
+            (true, Some(_)) => (self.published + 1).saturating_mul(page_tokens),
+        }
+    }
+
+    pub(crate) fn fallbacks(&self) -> &[(TenantId, u32)] {
+        &self.fallbacks
+    }
+
+    pub(crate) fn counts(&self) -> Counts {
+        Counts {
+            known: self.known(),
+            slots: self.slots,
+            written: self.written,
+            prompt: self.prompt,
+            cached: self.cached,
+        }
+    }
+
+    /// Reserve what the sequence will need on its way to `total` tokens and does not hold yet.
+    fn reserve(&mut self, pool: &Pool, total: u32) -> Result<(), Refusal> {
+        let page_tokens = pool.spec.page_tokens();
+        for (g, info) in pool.groups.iter().enumerate() {
+            let group = GroupId(g as u8);
+            let have = self.tables[g].live().len() as u32;
+            if pool.spec.groups()[g].kind.grows() {
+                let mut page = self.tables[g].pages.len() as u32;
+                let end = total.div_ceil(page_tokens);
+                while page < end {
+                    let payer = self.payer(page_tokens, page);
+                    let run = (page..end).take_while(|&p| self.payer(page_tokens, p) == payer).count() as u32;
+                    self.add_promise(payer, run.saturating_mul(info.units));
+                    page += run;
+                }
+            } else {
+                // A hit on a fixed state is a snapshot, which is copied into a page of the sequence's own.
+                let have = if pool.is_state(group) { 0 } else { have };
+                let peak = pool.spec.peak_pages(group, total, page_tokens);
+                self.add_promise(self.tenant, peak.saturating_sub(have).saturating_mul(info.units));
+            }
+        }
+        for at in 0..self.promises.len() {
+            let (payer, units) = self.promises[at];
+            if let Err(refusal) = pool.promise(self.lane, payer, units) {
+                self.promises.truncate(at);
+                return Err(refusal);
+            }
+        }
+        self.promised = self.promise_of(self.tenant).map_or(0, |p| *p);
+        Ok(())
+    }
+
+    fn add_promise(&mut self, payer: TenantId, units: u32) {
+        match self.promises.iter_mut().find(|p| p.0 == payer) {
+            Some(promise) => promise.1 = promise.1.saturating_add(units),
+            None => self.promises.push((payer, units)),
+        }
+    }
+
+    fn promise_of(&mut self, payer: TenantId) -> Option<&mut u32> {
+        self.promises.iter_mut().find(|p| p.0 == payer).map(|p| &mut p.1)
+    }
+
+    fn payer(&self, page_tokens: u32, page: u32) -> TenantId {
+        if self.ranges.is_empty() {
+            self.tenant
+        } else {
+            scope_at(&self.ranges, self.tenant, page_tokens, page)
+        }
+    }
+
+    /// Whether all further pages are its tenant's.
+    pub(crate) fn pays_alone(&self) -> bool {
+        self.ranges.is_empty() || self.ranges.last().is_some_and(|r| r.end <= self.slots)
+    }
+
+    /// Who pays, and what is left of its promise.
+    pub(crate) fn purse(&mut self) -> (TenantId, Option<&mut u32>) {
+        (self.tenant, self.promises.iter_mut().find(|p| p.0 == self.tenant).map(|p| &mut p.1))
+    }
+
+    /// Take the pages for `slots` tokens in every group: all or none.
+    pub(crate) fn grow(
+        &mut self,
+        pool: &Pool,
+        lane: Lane,
+        slots: u32,
+        scratch: &mut Scratch,
+    ) -> Result<(), Refusal> {
+        let page_tokens = pool.spec.page_tokens();
+        let end = slots.div_ceil(page_tokens);
+        for g in 0..self.tables.len() {
+            let group = GroupId(g as u8);
+            let end = if pool.is_state(group) { 1 } else { end };
+            let mut at = self.tables[g].pages.len() as u32;
+            while at < end {
+                let payer = self.payer(page_tokens, at);
+                let run = if self.ranges.is_empty() {
+                    end - at
+                } else {
+                    (at..end).take_while(|&p| self.payer(page_tokens, p) == payer).count() as u32
+                };
+                let mut none = 0;
+                let promise = self
+                    .promises
+                    .iter_mut()
+                    .find(|p| p.0 == payer)
+                    .map_or(&mut none, |promise| &mut promise.1);
+                let taken =
+                    pool.take(lane, payer, group, run as usize, promise, &mut self.tables[g].pages, scratch);
+                if let Err(refusal) = taken {
+                    self.shrink_to(pool, lane, self.slots, scratch);
+                    return Err(refusal);
+                }
+                at += run;
+            }
+        }
+        Ok(())
+    }
+
+    /// Give back the pages behind `slots` tokens, filling the promise up again.
+    pub(crate) fn shrink_to(&mut self, pool: &Pool, lane: Lane, slots: u32, scratch: &mut Scratch) {
+        let page_tokens = pool.spec.page_tokens();
+        let keep = slots.div_ceil(page_tokens) as usize;
+        for g in (0..self.tables.len()).rev() {
+            let group = GroupId(g as u8);
+            let keep = if pool.is_state(group) { usize::from(slots > 0) } else { keep };
+            if self.tables[g].pages.len() > keep {
+                let surplus = self.tables[g].pages.split_off(keep);
+                pool.let_go_reversed(lane, &surplus, scratch);
+                let units = surplus.len() as u32 * pool.groups[g].units;
+                self.promise_again(pool, lane, units);
+            }
+        }
+    }
+
+    /// After own pages went back: an admitted sequence keeps the room it was promised.
+    fn promise_again(&mut self, pool: &Pool, lane: Lane, units: u32) {
+        let (tenant, most) = (self.tenant, self.promised);
+        let Some(promise) = self.promise_of(tenant) else { return };
+        let units = units.min(most.saturating_sub(*promise));
+        if units > 0 && pool.promise(lane, tenant, units).is_ok() {
+            *promise += units;
+        }
+    }
+
+    /// Release what has left every window. The next token to be computed is number `written`.
+    pub(crate) fn trim(&mut self, pool: &Pool, lane: Lane, scratch: &mut Scratch) {
+        for g in 0..self.tables.len() {
+            let needed = pool.spec.first_needed(GroupId(g as u8), self.written);
+            let table = &mut self.tables[g];
+            let end = needed.min(table.pages.len() as u32);
+            if end > table.start {
+                let left = &table.pages[table.start as usize..end as usize];
+                pool.let_go_reversed(lane, left, scratch);
+                let units = left.len() as u32 * pool.groups[g].units;
+                table.start = end;
+                self.promise_again(pool, lane, units);
+            }
+        }
+    }
+
+    /// The first count of written tokens at which [`Self::trim`] has something to do.
+    pub(crate) fn next_trim(&self, pool: &Pool) -> u32 {
+        let page_tokens = pool.spec.page_tokens();
+        let trims = pool.spec.groups().iter().zip(&self.tables).map(|(group, table)| match group.kind {
+            GroupKind::Window { tokens } => {
+                (table.start + 1).saturating_mul(page_tokens).saturating_add(tokens - 1)
+            }
+            GroupKind::Chunked { tokens } => {
+                // The first chunk border behind the end of the first page still held.
+                ((table.start + 1).saturating_mul(page_tokens)).div_ceil(tokens).saturating_mul(tokens)
+            }
+            _ => u32::MAX,
+        });
+        trims.min().unwrap_or(u32::MAX)
+    }
+
+    /// Publish the pages that are full, written and known.
+    pub(crate) fn publish(&mut self, pool: &Pool, lane: Lane, scratch: &mut Scratch) {
+        let page_tokens = pool.spec.page_tokens();
+        let end = self.written.min(self.known()) / page_tokens;
+        let first_group = pool.spec.anchor().unwrap_or(GroupId(0));
+        let mut keys = std::mem::take(&mut scratch.keys);
+        while self.published < end && self.parent.is_some() {
+            let start = self.published;
+            let scope = self.payer(page_tokens, start);
+            keys.clear();
+            let mut key = *self.keys.last().unwrap_or(&self.root);
+            for page in (start..end).take_while(|&page| self.payer(page_tokens, page) == scope) {
+                key = pool.hasher.page(scope, key, self.page(page_tokens, page));
+                keys.push(key);
+            }
+            // What left the cache not long ago and is written again counts as proven, the run judged as one.
+            let proven =
+                pool.orders.recall(scope, keys.iter().map(|&key| pool.hasher.index_key(key, first_group)));
+            for (nth, &key) in keys.iter().enumerate() {
+                if !self.publish_page(pool, lane, key, nth < proven, &mut scratch.events) {
+                    break;
+                }
+            }
+        }
+        scratch.keys = keys;
+        pool.events.publish_all(&scratch.events);
+        scratch.events.clear();
+    }
+
+    fn page(&self, page_tokens: u32, page: u32) -> &[u32] {
+        &self.tokens[page as usize * page_tokens as usize..][..page_tokens as usize]
+    }
+
+    /// Publish the next page in every group; `false`: the chain ends here.
+    fn publish_page(
+        &mut self,
+        pool: &Pool,
+        lane: Lane,
+        key: ChainKey,
+        proven: bool,
+        events: &mut Vec<Event>,
+    ) -> bool {
+        let Some(parent) = self.parent else { return false };
+        let page = self.published;
+        let tokens = self.page(pool.spec.page_tokens(), page);
+        let names =
+            |group, parent| Names { key: pool.hasher.index_key(key, group), parent, tokens: Some(tokens) };
+        let anchor = pool.spec.anchor();
+        let mut next = Parent::Digest(pool.hasher.digest(key));
+        let mut others = parent;
+        if let Some(group) = anchor {
+            let at = self.tables[group.as_usize()].pages[page as usize];
+            match pool.publish(lane, at, group, &names(group, parent), proven, events) {
+                Some(seen) => (next, others) = (seen.as_parent(), seen.as_parent()),
+                None => {
+                    self.parent = None;
+                    return false;
+                }
+            }
+            self.protect(pool, at);
+        }
+        for g in (0..self.tables.len()).map(|g| GroupId(g as u8)) {
+            let table = &self.tables[g.as_usize()];
+            if Some(g) != anchor && !pool.is_state(g) && page >= table.start {
+                let at = table.pages[page as usize];
+                // What can't be listed costs later hits, nothing else.
+                let _ = pool.publish(lane, at, g, &names(g, others), proven, events);
+                self.protect(pool, at);
+            }
+        }
+        self.parent = Some(next);
+        if self.keys.len() == KEPT_KEYS {
+            self.keys.remove(0);
+        }
+        self.keys.push(key);
+        self.published += 1;
+        true
+    }
+
+    fn protect(&self, pool: &Pool, page: PageRef) {
+        if self.protection != Protection::default() {
+            pool.pages.set_protection(page.id, self.protection.0);
+        }
+    }
+
+    /// Keep the fixed state as it is now as a snapshot that later prompts can start from: its page is published, and the
+    /// next step continues in a copy. `false`: there is none, or it does not stand at a page's edge.
+    pub(crate) fn keep_state(&mut self, pool: &Pool, lane: Lane) -> bool {
+        let page_tokens = pool.spec.page_tokens();
+        if self.written == 0
+            || !self.written.is_multiple_of(page_tokens)
+            || self.published != self.written / page_tokens
+        {
+            return false;
+        }
+        let (Some(parent), Some(&key)) = (self.parent, self.keys.last()) else { return false };
+        let tokens = &self.tokens[(self.written - page_tokens) as usize..self.written as usize];
+        let mut kept = false;
+        let mut events = Vec::new();
+        for g in (0..self.tables.len()).map(|g| GroupId(g as u8)).filter(|&g| pool.is_state(g)) {
+            let Some(&page) = self.tables[g.as_usize()].pages.first() else { continue };
+            if !pool.pages.read(page.id).is_indexed() {
+                let names = Names { key: pool.hasher.index_key(key, g), parent, tokens: Some(tokens) };
+                kept |= pool.publish(lane, page, g, &names, false, &mut events).is_some();
+                self.shared_tail = true;
+            }
+        }
+        pool.events.publish_all(&events);
+        kept
+    }
+
+    /// Count the prompt's hits, once for each sequence however often it is stepped.
+    pub(crate) fn count_hits(&mut self, pool: &Pool, lane: Lane) {
+        if !self.counted {
+            self.counted = true;
+            let mut lookup = Lookup::new(self.prompt, self.cached, false);
+            pool.stats.count_lookup(lane, self.tenant, &mut lookup);
+        }
+    }
+
+    /// Forget the tokens behind `n`.
+    pub(crate) fn truncate(
+        &mut self,
+        pool: &Pool,
+        lane: Lane,
+        n: u32,
+        scratch: &mut Scratch,
+    ) -> Result<(), Error> {
+        if n == 0 || n > self.known().max(self.slots) {
+            return Err(Error::Argument(format!(
+                "can't truncate to {n} tokens; the sequence has {} (at least 1 stays)",
+                self.known()
+            )));
+        }
+        let page_tokens = pool.spec.page_tokens();
+        for (g, table) in self.tables.iter().enumerate() {
+            let group = GroupId(g as u8);
+            if pool.is_state(group) && n < self.written {
+                return Err(Error::Argument(format!(
+                    "the fixed state of group {g} can't go back to {n} tokens from {}; fork before drafting",
+                    self.written
+                )));
+            }
+            if table.start > 0 && pool.spec.first_needed(group, n) < table.start {
+                return Err(Error::Argument(format!(
+                    "group {g} needs page {} at {n} tokens, which has left its window and was released",
+                    pool.spec.first_needed(group, n)
+                )));
+            }
+        }
+        self.slots = self.slots.min(n);
+        self.written = self.written.min(n);
+        self.tokens.truncate(n as usize);
+        self.shrink_to(pool, lane, self.slots, scratch);
+        let whole = n / page_tokens;
+        if whole < self.published {
+            self.rewind(pool, whole);
+            self.shared_tail |= !self.slots.is_multiple_of(page_tokens);
+        }
+        self.cached = self.cached.min(whole * page_tokens);
+        Ok(())
+    }
+
+    /// Continue the chain behind `page` pages.
+    fn rewind(&mut self, pool: &Pool, page: u32) {
+        let back = (self.published - page) as usize;
+        if back < self.keys.len() {
+            self.keys.truncate(self.keys.len() - back);
+        } else {
+            let page_tokens = pool.spec.page_tokens();
+            let mut key = self.root;
+            for p in 0..page {
+                let tokens = &self.tokens[p as usize * page_tokens as usize..][..page_tokens as usize];
+                key = pool.hasher.page(self.payer(page_tokens, p), key, tokens);
+            }
+            self.keys = vec![key];
+        }
+        self.published = page;
+        let key = *self.keys.last().unwrap_or(&self.root);
+        self.parent = match (page.checked_sub(1), pool.spec.anchor()) {
+            (Some(last), Some(group)) => {
+                let at = self.tables[group.as_usize()].pages[last as usize];
+                Some(Parent::Page { at, prefix: pool.pages.prefix(at.id) })
+            }
+            _ => Some(Parent::Digest(pool.hasher.digest(key))),
+        };
+    }
+
+    /// A second sequence with the same tokens and pages; both copy a shared page before they write into it.
+    pub(crate) fn fork(&mut self, pool: &Pool, scratch: &mut Scratch) -> Result<Self, Error> {
+        let mut shared: Vec<PageRef> = Vec::new();
+        let mut tables = self.tables.clone();
+        for (g, table) in tables.iter_mut().enumerate() {
+            // Pages of steps that are not committed yet are this sequence's alone.
+            let keep = if pool.is_state(GroupId(g as u8)) {
+                1
+            } else {
+                self.written.div_ceil(pool.spec.page_tokens())
+            };
+            table.pages.truncate(keep as usize);
+            let live = table.live();
+            let n = pool.hold_again(live.iter().copied());
+            shared.extend_from_slice(&live[..n]);
+            if n < live.len() {
+                pool.let_go_reversed(self.lane, &shared, scratch);
+                return Err(Error::Argument(format!(
+                    "a page can have at most {} references",
+                    crate::word::page::MAX_REFS
+                )));
+            }
+        }
+        self.shared_tail = true;
+        Ok(Self {
+            lane: pool.next_lane(),
+            tokens: self.tokens.clone(),
+            tables,
+            keys: self.keys.clone(),
+            ranges: self.ranges.clone(),
+            fallbacks: self.fallbacks.clone(),
+            promises: Vec::new(),
+            promised: 0,
+            // Slots of steps that are not committed are the parent's alone.
+            slots: self.written,
+            counted: true,
+            ..*self
+        })
+    }
+
+    /// Everything goes back.
+    pub(crate) fn release_all(&mut self, pool: &Pool, scratch: &mut Scratch) {
+        let anchor = pool.spec.anchor().map_or(usize::MAX, GroupId::as_usize);
+        // Pages of other groups are children of the anchor's.
+        for g in (0..self.tables.len())
+            .filter(|&g| g != anchor)
+            .chain((anchor < self.tables.len()).then_some(anchor))
+        {
+            let table = std::mem::take(&mut self.tables[g]);
+            pool.let_go_reversed(self.lane, table.live(), scratch);
+        }
+        for (payer, units) in self.promises.drain(..) {
+            if units > 0 {
+                pool.ledger.unpromise(Tier::Device, payer, self.lane, Units(units));
+            }
+        }
+        self.parent = None;
+    }
+}

@@ -1,0 +1,187 @@
+//! What the books tell: admissions and audits.
+
+use kvalloc_core::{
+    admit::{Admission as CoreAdmission, Verdict},
+    audit::{Balance as CoreBalance, Report},
+    error::Refusal,
+    ledger::{LedgerError, ROOT},
+    pool::Pool as Core,
+    word::{TenantId, Tier},
+};
+use pyo3::prelude::*;
+
+use crate::errors::{name_of, sentence, why};
+
+/// The ledger's errors in names and bytes.
+pub(crate) fn in_bytes(core: &Core, error: &LedgerError) -> String {
+    let bytes = |units| core.bytes_of(units);
+    match *error {
+        LedgerError::LimitBelowReserve { limit, reserve, .. } => format!(
+            "a limit of {} bytes is below the tenant's own reserve of {}: lower the reserve first",
+            bytes(limit),
+            bytes(reserve)
+        ),
+        LedgerError::LimitBelowReserves { limit, reserves, .. } => format!(
+            "a limit of {} bytes is below the {} that its children have reserved",
+            bytes(limit),
+            bytes(reserves)
+        ),
+        LedgerError::Reserve { asked, level, short, .. } => format!(
+            "a reserve of {} bytes does not fit: {} has {} too few beside what is held and reserved",
+            bytes(asked),
+            name_of(core, level),
+            bytes(short)
+        ),
+        LedgerError::Unknown { tenant } => format!("there is no tenant {}", name_of(core, tenant)),
+        LedgerError::Scope { scope } => {
+            format!(
+                "a tenant publishes into itself and the tenants above it; {:?} is neither",
+                name_of(core, scope)
+            )
+        }
+        ref other => other.to_string(),
+    }
+}
+
+/// The answer to "may this start now?".
+#[pyclass(frozen, get_all, module = "kvalloc")]
+#[derive(Debug)]
+pub(crate) struct Admission {
+    /// "now", "wait" or "never".
+    verdict: &'static str,
+    /// Bytes it needs beyond what is held for its prompt already.
+    bytes: u64,
+    /// Bytes there are now; for "never": that there can ever be.
+    room: u64,
+    /// "limit" or "claim".
+    why: &'static str,
+    /// The tenant whose limit is in the way; None: the pool, or nothing.
+    behind: Option<String>,
+    /// The answer as a sentence.
+    reason: String,
+}
+
+impl Admission {
+    pub(crate) fn new(core: &Core, tenant: TenantId, answer: &CoreAdmission) -> Self {
+        let CoreAdmission { need, room, .. } = *answer;
+        let refusal =
+            Refusal { why: answer.why, tier: Tier::Device, tenant, level: answer.behind, asked: need, room };
+        let (verdict, reason) = match answer.verdict {
+            Verdict::Now => ("now", format!("{need} bytes fit into {room}")),
+            Verdict::Wait => ("wait", sentence(core, &refusal)),
+            Verdict::Never => (
+                "never",
+                format!(
+                    "{need} bytes are needed, and {} can never have more than {room}",
+                    name_of(core, tenant)
+                ),
+            ),
+        };
+        let behind =
+            (answer.verdict != Verdict::Now && answer.behind != ROOT).then(|| name_of(core, answer.behind));
+        Self { verdict, bytes: need, room, why: why(answer.why), behind, reason }
+    }
+}
+
+#[pymethods]
+impl Admission {
+    fn __bool__(&self) -> bool {
+        self.verdict == "now"
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<kvalloc.Admission {}: {}>", self.verdict, self.reason)
+    }
+}
+
+/// One tier's bytes at one moment.
+#[pyclass(frozen, eq, hash, get_all, module = "kvalloc")]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct Balance {
+    capacity: u64,
+    free: u64,
+    held: u64,
+    cached: u64,
+    pinned: u64,
+    in_flight: u64,
+}
+
+impl Balance {
+    fn new(balance: &CoreBalance) -> Self {
+        let CoreBalance { capacity, free, held, cached, pinned, in_flight } = *balance;
+        Self { capacity, free, held, cached, pinned, in_flight }
+    }
+}
+
+#[pymethods]
+impl Balance {
+    fn __repr__(&self) -> String {
+        let Self { capacity, free, held, cached, pinned, in_flight } = self;
+        format!(
+            "Balance(capacity={capacity}, free={free}, held={held}, cached={cached}, pinned={pinned}, in_flight={in_flight})"
+        )
+    }
+}
+
+/// What an audit found. True if the books balance.
+#[pyclass(frozen, module = "kvalloc")]
+#[derive(Debug)]
+pub(crate) struct AuditReport {
+    report: Report,
+}
+
+impl AuditReport {
+    pub(crate) fn new(report: Report) -> Self {
+        Self { report }
+    }
+}
+
+#[pymethods]
+impl AuditReport {
+    /// No rule is broken.
+    #[getter]
+    fn ok(&self) -> bool {
+        self.report.findings.is_empty()
+    }
+
+    /// The books stood still while they were read, so that the sums mean something.
+    #[getter]
+    fn exact(&self) -> bool {
+        self.report.exact
+    }
+
+    /// The device's bytes.
+    #[getter]
+    fn device(&self) -> Balance {
+        Balance::new(&self.report.balance[Tier::Device.as_usize()])
+    }
+
+    /// The host's bytes.
+    #[getter]
+    fn host(&self) -> Balance {
+        Balance::new(&self.report.balance[Tier::Host.as_usize()])
+    }
+
+    /// Pages that are not free.
+    #[getter]
+    fn pages(&self) -> u32 {
+        self.report.pages
+    }
+
+    /// Broken rules, each with the page's number where it is one page's: (page or None, text).
+    #[getter]
+    fn findings(&self) -> Vec<(Option<u32>, String)> {
+        self.report.findings.iter().map(|f| (f.page.map(|p| p.0), f.text.clone())).collect()
+    }
+
+    fn __bool__(&self) -> bool {
+        self.ok()
+    }
+
+    fn __repr__(&self) -> String {
+        let Report { exact, pages, findings, .. } = &self.report;
+        let first = findings.first().map(|f| format!(", first: {}", f.text)).unwrap_or_default();
+        let under_load = if *exact { "" } else { ", under load" };
+        format!("<kvalloc.AuditReport {} finding(s) in {pages} pages{under_load}{first}>", findings.len())
+    }
+}
