@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
-from kvalloc.sizes import format_bytes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from kvalloc.sizes import format_bytes
 
 from .live import clock
 from .summary import seconds, short
@@ -413,6 +414,7 @@ def _svg(figure: Figure) -> str:
     figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     text = out.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"(\d\.\d)\d+", r"\1", text)  # a tenth of a point is enough, and half the file
+    # A tenth of a point is enough for a path, and half the file.
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), text)
     # Text is drawn in the page's own sans-serif font.
     return '<div class="scroll">' + re.sub(r"'DejaVu Sans'[^;\"]*", "sans-serif", text) + "</div>"

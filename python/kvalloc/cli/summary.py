@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.sizes import format_bytes
 from rich.table import Table
+
+from kvalloc.sizes import format_bytes
 
 from .live import clock
 

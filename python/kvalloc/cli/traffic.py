@@ -22,7 +22,7 @@ SERVEGEN_RATE = 10.0
 SERVEGEN_CLIENTS = 12
 SERVEGEN_DEVICE = "16GiB"
 TRACE_TENANTS = 4
-TRACE_DEVICE = "256GiB"
+TRACE_DEVICE = "128GiB"
 
 
 @dataclass(slots=True)
@@ -68,9 +68,9 @@ def choose(
     elif kind == "servegen":
         traffic = _servegen(trace, plans, tenants, seed, limit_seconds, rate, digest_model)
     else:
-        traffic = Traffic(
-            traces.FORMATS[kind](trace), plans or numbered(tenants or TRACE_TENANTS), TRACE_DEVICE
-        )
+        known = kind in ("mooncake", "bailian")  # the others do not know what prompts have in common
+        default = numbered(TRACE_TENANTS if tenants is None else tenants, 512 if known else 0)
+        traffic = Traffic(traces.FORMATS[kind](trace), plans or default, TRACE_DEVICE)
         traffic.total_requests = _count_lines(trace) - (trace.suffix == ".csv")
         if limit_seconds is not None:
             end = limit_seconds
