@@ -84,6 +84,7 @@ def test_e26_never_fits_is_said_at_once_and_the_queue_moves_on():
     engine.step()
     assert log.of("refused") == [big]
     assert "never fits" in big.refused
+    assert str(pool.capacity) in big.refused.replace(",", "")
     assert log.of("admitted") == [next_one]
     assert pool.stats()["hit_tokens"] == 0
     serve(engine, [])

@@ -46,6 +46,7 @@ def parse_size(size: int | str, device: int) -> int:
 
     Examples
     --------
+    >>> from kvalloc.engine.tenants import parse_size
     >>> parse_size("25%", device=1000)
     250
     """

@@ -68,6 +68,7 @@ def builtin_workload(seconds: float = SECONDS, *, seed: int = 0) -> Iterator[Req
 
     Examples
     --------
+    >>> from kvalloc.engine import builtin_workload
     >>> first = next(builtin_workload())
     >>> first.tenant in {"chat", "agent", "search", "batch"}
     True
