@@ -34,18 +34,18 @@ __all__ = [
 class SupportsArray(Protocol):
     """Something numpy can look into, such as a tensor in host memory."""
 
-    def __array__(self) -> NDArray[Any]: ...  # noqa: D105
+    def __array__(self) -> NDArray[Any]: ...
 
 
 class SupportsDLPack(Protocol):
     """Something that shows its memory by DLPack, such as a tensor in host memory."""
 
-    def __dlpack__(self) -> Any: ...  # noqa: D105
-    def __dlpack_device__(self) -> tuple[Any, Any]: ...  # noqa: D105
+    def __dlpack__(self) -> Any: ...
+    def __dlpack_device__(self) -> tuple[Any, Any]: ...
 
 
 TokenIds: TypeAlias = "NDArray[np.integer[Any]] | Sequence[SupportsIndex] | Buffer | SupportsArray"
-"""Token ids, 0 to 2**31 - 1, in one dimension. A contiguous int32 array is read fastest, a list item by item."""
+"""Token ids, 0 to 2**31 - 1, in one dimension. An int32 array is read fastest."""
 
 Int32s: TypeAlias = "NDArray[np.integer[Any]] | Sequence[SupportsIndex] | Buffer"
 """int32 numbers, one per row."""

@@ -282,6 +282,10 @@ fn main() {
     assert_eq!((usage.held, usage.missing), (Units(0), Units(0)), "the books balance");
 
     println!("\nother costs, one thread");
+    let begin = Instant::now();
+    let big = Ledger::new([Units(1 << 30); 2], 4096, Units(64)).expect("small");
+    println!("a ledger for 4,096 tenants: {} us", begin.elapsed().as_micros());
+    drop(big);
     let t = ours.tenant;
     let ledger = &ours.ledger;
     let each = |name: &str, n: u32, f: &dyn Fn()| {

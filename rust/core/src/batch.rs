@@ -633,7 +633,10 @@ impl Inner {
             return;
         }
         let group = GroupId(0);
-        let claimed = pool.claim_free(self.lane, group, self.tight.len(), &mut self.scratch);
+        let size = pool.classes[pool.groups[0].class.as_usize()].size;
+        self.scratch.ids.clear();
+        self.scratch.frames.clear();
+        let claimed = pool.claim_free(self.lane, size, self.tight.len(), &mut self.scratch);
         let table = self.arrays.group(0).block_table;
         // Taken from the end.
         self.scratch.ids.reverse();
@@ -662,7 +665,8 @@ impl Inner {
             hot.room[row] = slots + page_tokens;
             pages.push(page);
         }
-        pool.unclaim(self.lane, group, claimed - self.scratch.ids.len(), &self.scratch);
+        pool.stats.count(self.lane, Counter::PagesAllocated, (claimed - self.scratch.ids.len()) as u64);
+        pool.unclaim(size, &mut self.scratch);
     }
 
     #[cold]

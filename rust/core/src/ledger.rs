@@ -1,7 +1,7 @@
 //! HOW MUCH: who is charged for what, in each tier.
 //!
-//! Every frame handed out is charged, in units, to exactly one node of the tenant tree. A tier has a [`book`]: a tree
-//! ([`tree`]: limits and claims) and the stocks in front of it ([`stock`]). So at any moment, per tier:
+//! Every frame handed out is charged, in units, to exactly one node of the tenant tree. A tier has a book: a tree
+//! (limits and claims) and the stocks in front of it. So at any moment, per tier:
 //!
 //! ```text
 //! charged(root) = held + cached + pinned + promised + stocks of all nodes <= capacity

@@ -280,9 +280,7 @@ impl Pool {
         let tier = location.tier().unwrap_or(Tier::Device);
         let class = self.classes[location.class().as_usize()];
         self.retire(id);
-        // Both were taken with the page.
-        let _ = self.slots.release(id);
-        let _ = self.arena(tier).release(class.size, location.frame());
+        self.free_place(id, class, location);
         self.ledger.discharge(tier, payer, lane, Units(class.units));
     }
 

@@ -135,6 +135,8 @@ impl Drop for Op<'_> {
     }
 }
 
+/// Pages evicted for a limit between two looks at it.
+const MOST_AT_ONCE: u32 = 64;
 /// Evictions between two choices of the tenant that gives back.
 const CHOICE_HOLDS: u64 = 32;
 
@@ -325,12 +327,14 @@ impl Pool {
             let mut missing = refused.asked.0.saturating_sub(refused.room.0).max(1);
             let mut evicted = false;
             while missing > 0 {
-                let Some(units) = self
-                    .evict_of(lane, payer, payer)
-                    .or_else(|| self.worst_within(refused.level).and_then(|t| self.evict_of(lane, t, payer)))
-                else {
+                let mut units = self.evict_units(lane, payer, payer, missing);
+                if units == 0 {
+                    let worst = self.worst_within(refused.level);
+                    units = worst.map_or(0, |worst| self.evict_units(lane, worst, payer, missing));
+                }
+                if units == 0 {
                     break;
-                };
+                }
                 evicted = true;
                 missing = missing.saturating_sub(units);
             }
@@ -338,6 +342,13 @@ impl Pool {
                 return Err(self.refusal(refused));
             }
         }
+    }
+
+    /// Evict cached pages of `tenant` for `asker` until `missing` units are back: how many came.
+    fn evict_units(&self, lane: Lane, tenant: TenantId, asker: TenantId, missing: u32) -> u32 {
+        // Never more than needed: the caller comes again.
+        let largest = self.classes.iter().map(|c| c.units).max().unwrap_or(1).max(1);
+        self.evict_of(lane, tenant, asker, missing.div_ceil(largest).min(MOST_AT_ONCE) as usize, None).1
     }
 
     /// Take `n` new pages of `group` for `payer`: all or none. Appends them to `out`; their frames are then in
@@ -373,7 +384,7 @@ impl Pool {
         if promised > 0 {
             self.ledger.charge_promised(Tier::Device, payer, lane, Units(promised));
         }
-        if let Err(refusal) = self.claim_frames(lane, payer, class, n, &mut scratch.frames) {
+        if let Err(refusal) = self.claim(lane, payer, class, n, scratch) {
             if promised > 0 {
                 self.ledger.discharge_promised(Tier::Device, payer, lane, Units(promised));
             }
@@ -383,10 +394,6 @@ impl Pool {
             return Err(refusal);
         }
         *promise -= promised;
-        scratch.ids.clear();
-        let ids = self.slots.claim(lane, n, &mut scratch.ids);
-        // Ids come back before frames do, and there is one for every frame of the smallest size.
-        debug_assert_eq!(ids, n, "an id for every frame");
         out.reserve(n);
         for (&id, &frame) in scratch.ids.iter().zip(&scratch.frames) {
             out.push(self.begin(id, payer, class, frame));
@@ -404,17 +411,6 @@ impl Pool {
         debug_assert!(word.is_ok(), "{id} was in the free set, and yet {word:?}");
         let (Ok(word) | Err(word)) = word;
         PageRef { id, generation: word.generation() }
-    }
-
-    /// Claim up to `n` free frames and as many ids, into `scratch`, without taking anything back for them.
-    pub(crate) fn claim_free(&self, lane: Lane, group: GroupId, n: usize, scratch: &mut Scratch) -> usize {
-        let size = self.classes[self.groups[group.as_usize()].class.as_usize()].size;
-        scratch.frames.clear();
-        scratch.ids.clear();
-        let got = self.arena(Tier::Device).claim(size, lane, n, &mut scratch.frames);
-        let ids = self.slots.claim(lane, got, &mut scratch.ids);
-        debug_assert_eq!(ids, got, "an id for every frame");
-        got
     }
 
     /// One page of what [`Self::claim_free`] got, charged to `payer` or taken from `promise`. `None`: not without asking
@@ -443,71 +439,90 @@ impl Pool {
         Some((self.begin(id, payer, class, frame), frame))
     }
 
-    /// Give back what [`Self::claim_free`] got and nobody took.
-    pub(crate) fn unclaim(&self, lane: Lane, group: GroupId, taken: usize, scratch: &Scratch) {
-        if !scratch.ids.is_empty() {
-            let size = self.classes[self.groups[group.as_usize()].class.as_usize()].size;
-            // Both were claimed a moment ago.
-            let _ = self.slots.release_many(&scratch.ids);
-            let _ = self.arena(Tier::Device).release_many(size, &scratch.frames);
-        }
-        self.stats.count(lane, Counter::PagesAllocated, taken as u64);
-    }
-
-    /// Frames for `n` pages of `class`, evicting where none are free.
-    fn claim_frames(
+    /// Ids and frames for `n` pages of `class`, into `scratch`, evicting where none are free.
+    fn claim(
         &self,
         lane: Lane,
         payer: TenantId,
         class: ClassId,
         n: usize,
-        frames: &mut Vec<FrameId>,
+        scratch: &mut Scratch,
     ) -> Result<(), Refusal> {
         let size = self.classes[class.as_usize()].size;
-        let arena = self.arena(Tier::Device);
-        frames.clear();
-        let mut got = arena.claim(size, lane, n, frames);
+        scratch.frames.clear();
+        scratch.ids.clear();
+        let mut got = self.claim_free(lane, size, n, scratch);
         while got < n {
-            let evicted = self.evict(lane, payer, n - got);
+            let evicted = self.evict(lane, payer, n - got, size, scratch);
             if evicted == 0 && self.quiescence.drain(&self.arenas) == 0 {
                 break;
             }
-            got += arena.claim(size, lane, n - got, frames);
+            // What was evicted and fits is in `scratch`; what was of another size may have freed an extent.
+            got = scratch.ids.len();
+            got += self.claim_free(lane, size, n - got, scratch);
         }
         if got == n {
             return Ok(());
         }
-        // They were claimed a moment ago.
-        let _ = arena.release_many(size, frames);
-        frames.clear();
+        self.unclaim(size, scratch);
+        let arena = self.arena(Tier::Device);
         let page = self.spec.sizes()[size.as_usize()];
         let (asked, room) = (n as u64 * page, arena.free_bytes());
         let why = if room >= asked { Why::Fragmented } else { Why::Frames };
         Err(Refusal { why, tier: Tier::Device, tenant: payer, level: TenantId(0), asked, room })
     }
 
+    /// Claim up to `n` free frames and as many ids, behind what is in `scratch`, without taking anything back for them.
+    pub(crate) fn claim_free(&self, lane: Lane, size: SizeId, n: usize, scratch: &mut Scratch) -> usize {
+        if n == 0 {
+            return 0;
+        }
+        let got = self.arena(Tier::Device).claim(size, lane, n, &mut scratch.frames);
+        let ids = self.slots.claim(lane, got, &mut scratch.ids);
+        // Ids come back before frames do, and there is one for every frame of the smallest size.
+        debug_assert_eq!(ids, got, "an id for every frame");
+        got
+    }
+
+    /// Give back ids and frames that nobody took.
+    pub(crate) fn unclaim(&self, size: SizeId, scratch: &mut Scratch) {
+        if !scratch.ids.is_empty() {
+            // Both were claimed a moment ago.
+            let _ = self.slots.release_many(&scratch.ids);
+            let _ = self.arena(Tier::Device).release_many(size, &scratch.frames);
+            scratch.ids.clear();
+            scratch.frames.clear();
+        }
+    }
+
     /// Evict up to `n` cached pages: of the tenants most over their claim first. How many were.
-    fn evict(&self, lane: Lane, asker: TenantId, n: usize) -> usize {
+    fn evict(&self, lane: Lane, asker: TenantId, n: usize, size: SizeId, scratch: &mut Scratch) -> usize {
         let mut evicted = 0;
         while evicted < n {
             let hint = self.victim.peek();
-            let (tenant, holds) = (TenantId(hint as u32), hint >> 32);
-            if holds > 0 && self.evict_of(lane, tenant, asker).is_some() {
-                self.victim.put((holds - 1) << 32 | u64::from(tenant.0));
-                evicted += 1;
-                continue;
+            let (mut tenant, mut holds) = (TenantId(hint as u32), hint >> 32);
+            let mut got = 0;
+            if holds > 0 {
+                got = self.evict_of(lane, tenant, asker, (n - evicted).min(holds as usize), Some((size, scratch))).0;
             }
-            let Some(worst) = self.worst_within(TenantId(0)) else { break };
-            if self.evict_of(lane, worst, asker).is_some() {
-                self.victim.put(CHOICE_HOLDS << 32 | u64::from(worst.0));
-            } else {
+            if got == 0 {
+                let Some(worst) = self.worst_within(TenantId(0)) else { break };
+                (tenant, holds) = (worst, CHOICE_HOLDS.max(u64::from(self.ledger.top()) / 8));
+                got = self.evict_of(lane, tenant, asker, (n - evicted).min(holds as usize), Some((size, scratch))).0;
+            }
+            if got == 0 {
                 // Its cached pages are on their way (being parked, revived or moved): look at everybody once.
-                let Some(_) = (0..=self.ledger.top()).find_map(|t| self.evict_of(lane, TenantId(t), asker))
-                else {
-                    break;
-                };
+                holds = 0;
+                got = (0..=self.ledger.top())
+                    .map(|t| self.evict_of(lane, TenantId(t), asker, 1, Some((size, scratch))).0)
+                    .find(|&got| got > 0)
+                    .unwrap_or(0);
             }
-            evicted += 1;
+            if got == 0 {
+                break;
+            }
+            self.victim.put(holds.saturating_sub(got as u64) << 32 | u64::from(tenant.0));
+            evicted += got;
         }
         evicted
     }
@@ -517,17 +532,43 @@ impl Pool {
         self.ledger.worst(Tier::Device, level, |_| false)
     }
 
-    /// Evict one cached page of `tenant` for `asker`: its units, if there was one.
-    fn evict_of(&self, lane: Lane, tenant: TenantId, asker: TenantId) -> Option<u32> {
-        let id = self.orders.victim(&self.pages, tenant, self.ticks())?;
-        self.stats.count_for(tenant, TenantCounter::Evicted, 1);
-        if tenant == asker {
-            self.stats.count(lane, Counter::EvictedOwn, 1);
-        } else {
-            self.stats.count(lane, Counter::EvictedForeign, 1);
-            self.stats.count_for(tenant, TenantCounter::EvictedByOthers, 1);
+    /// Evict up to `n` cached pages of `tenant` for `asker`: pages, units. Ids and frames of a size that is wanted go to a
+    /// scratch instead of back into the free sets.
+    fn evict_of(
+        &self,
+        lane: Lane,
+        tenant: TenantId,
+        asker: TenantId,
+        n: usize,
+        mut wanted: Option<(SizeId, &mut Scratch)>,
+    ) -> (usize, u32) {
+        let now = self.ticks();
+        let (mut pages, mut units) = (0, 0);
+        while pages < n
+            && let Some(id) = self.orders.victim(&self.pages, tenant, now)
+        {
+            let (class, location) = self.take_out(id);
+            match &mut wanted {
+                Some((size, scratch)) if class.size == *size && location.tier() == Some(Tier::Device) => {
+                    scratch.ids.push(id);
+                    scratch.frames.push(location.frame());
+                }
+                _ => self.free_place(id, class, location),
+            }
+            pages += 1;
+            units += class.units;
         }
-        Some(self.expel(id))
+        if pages > 0 {
+            self.ledger.drop_cached(Tier::Device, tenant, Units(units));
+            self.stats.count_for(tenant, TenantCounter::Evicted, pages as u64);
+            if tenant == asker {
+                self.stats.count(lane, Counter::EvictedOwn, pages as u64);
+            } else {
+                self.stats.count(lane, Counter::EvictedForeign, pages as u64);
+                self.stats.count_for(tenant, TenantCounter::EvictedByOthers, pages as u64);
+            }
+        }
+        (pages, units)
     }
 
     /// The pool's time as the eviction orders count it: protection ends to the second.
@@ -548,23 +589,30 @@ impl Pool {
         self.stats.count_for(refusal.tenant, TenantCounter::Refused, 1);
     }
 
-    /// Take a page that is LEAVING and was cached out of the books: its units.
-    pub(crate) fn expel(&self, id: PageId) -> u32 {
+    /// Take a page that is LEAVING and was cached out of the books.
+    pub(crate) fn expel(&self, id: PageId) {
         let payer = self.pages.payer(id);
+        let (class, location) = self.take_out(id);
+        self.free_place(id, class, location);
+        self.ledger.drop_cached(location.tier().unwrap_or(Tier::Device), payer, Units(class.units));
+    }
+
+    /// A LEAVING page out of the index and on to its next life; its id and frame are the caller's.
+    fn take_out(&self, id: PageId) -> (ClassInfo, Location) {
         let location = self.pages.location(id);
-        let tier = location.tier().unwrap_or(Tier::Device);
         let class = self.classes[location.class().as_usize()];
-        let units = class.units;
         if self.pages.read(id).is_indexed() {
             self.unindex(id, class.group);
         }
         self.retire(id);
-        // The id was taken with the page.
+        (class, location)
+    }
+
+    /// Id and frame of a page that has ended into the free sets.
+    pub(crate) fn free_place(&self, id: PageId, class: ClassInfo, location: Location) {
+        // Both were taken with the page, so neither can be a second free; the sets would count it.
         let _ = self.slots.release(id);
-        // The frame was taken with the page, so this can't be a second free: the arena would count it.
-        let _ = self.arena(tier).release(class.size, location.frame());
-        self.ledger.drop_cached(tier, payer, Units(units));
-        units
+        let _ = self.arena(location.tier().unwrap_or(Tier::Device)).release(class.size, location.frame());
     }
 
     /// leaving -> free.

@@ -43,7 +43,22 @@ pub(crate) fn in_bytes(core: &Core, error: &LedgerError) -> String {
     }
 }
 
-/// The answer to "may this start now?".
+/// The answer to "may this start now?". True if the verdict is ``"now"``. From `Pool.admit`.
+///
+/// Attributes
+/// ----------
+/// verdict : {"now", "wait", "never"}
+///     It fits; it will fit once something is given back; it can never fit.
+/// bytes : int
+///     What it needs beyond what is held for its prompt already.
+/// room : int
+///     What there is now; for ``"never"``, what there can ever be.
+/// why : {"limit", "claim"}
+///     A limit is in the way, or what others hold, have reserved and were promised.
+/// behind : str or None
+///     The tenant whose limit is in the way; None: the pool, or nothing.
+/// reason : str
+///     The answer as a sentence.
 #[pyclass(frozen, get_all, module = "kvalloc")]
 #[derive(Debug)]
 pub(crate) struct Admission {
@@ -94,7 +109,18 @@ impl Admission {
     }
 }
 
-/// One tier's bytes at one moment.
+/// One tier's bytes as an audit saw them. ``free + held + cached + pinned + in_flight = capacity`` if it was exact.
+///
+/// Attributes
+/// ----------
+/// capacity : int
+///     All that can be given out.
+/// free : int
+///     In no page.
+/// held, cached, pinned : int
+///     In pages with references; in published pages without, free to take; in pages that only a pin keeps.
+/// in_flight : int
+///     On their way: pages being evicted or freed, frames that readers may still see.
 #[pyclass(frozen, eq, hash, get_all, module = "kvalloc")]
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Balance {
@@ -123,7 +149,7 @@ impl Balance {
     }
 }
 
-/// What an audit found. True if the books balance.
+/// What an audit found. True if no rule is broken. From `Pool.audit`.
 #[pyclass(frozen, module = "kvalloc")]
 #[derive(Debug)]
 pub(crate) struct AuditReport {
@@ -138,37 +164,37 @@ impl AuditReport {
 
 #[pymethods]
 impl AuditReport {
-    /// No rule is broken.
+    /// bool : No rule is broken.
     #[getter]
     fn ok(&self) -> bool {
         self.report.findings.is_empty()
     }
 
-    /// The books stood still while they were read, so that the sums mean something.
+    /// bool : The books stood still while they were read, so that the sums mean something.
     #[getter]
     fn exact(&self) -> bool {
         self.report.exact
     }
 
-    /// The device's bytes.
+    /// Balance : The device's bytes.
     #[getter]
     fn device(&self) -> Balance {
         Balance::new(&self.report.balance[Tier::Device.as_usize()])
     }
 
-    /// The host's bytes.
+    /// Balance : The host's bytes.
     #[getter]
     fn host(&self) -> Balance {
         Balance::new(&self.report.balance[Tier::Host.as_usize()])
     }
 
-    /// Pages that are not free.
+    /// int : Pages that are not free.
     #[getter]
     fn pages(&self) -> u32 {
         self.report.pages
     }
 
-    /// Broken rules, each with the page's number where it is one page's: (page or None, text).
+    /// list of (int or None, str) : Broken rules: the page's number, where it is one page's, and what is wrong. At most 100.
     #[getter]
     fn findings(&self) -> Vec<(Option<u32>, String)> {
         self.report.findings.iter().map(|f| (f.page.map(|p| p.0), f.text.clone())).collect()

@@ -12,7 +12,9 @@ use pyo3::{
 
 use crate::errors::name_of;
 
-/// Events since the last call: a list, and how many were lost on the way.
+/// Events since the last call: a sequence of dicts, and how many were lost on the way.
+///
+/// `Pool.events` makes them, and tells what is in them.
 #[pyclass(frozen, module = "kvalloc")]
 #[derive(Debug)]
 pub(crate) struct Events {
@@ -60,13 +62,13 @@ fn as_dict(py: Python<'_>, core: &Core, record: &Record) -> PyResult<Py<PyDict>>
 
 #[pymethods]
 impl Events {
-    /// Events that nobody will get, because the ring was full.
+    /// int : Events since the last call that nobody will get, because the ring was full.
     #[getter]
     fn lost(&self) -> u64 {
         self.lost
     }
 
-    /// The number of the next event.
+    /// int : The number of the next event.
     #[getter]
     fn next(&self) -> u64 {
         self.next

@@ -3,6 +3,9 @@
 //! Everything is `frozen` and lies behind the core's own words and try-locks, so the module needs no GIL: on a
 //! free-threaded interpreter its objects are used from any number of threads at once, and a second thread in one sequence
 //! or batch gets `SequenceBusy`.
+
+#![allow(clippy::doc_lazy_continuation, reason = "docstrings are numpydoc, for Python's help()")]
+
 use pyo3::prelude::*;
 
 mod args;

@@ -10,7 +10,9 @@ use pyo3::prelude::*;
 
 use crate::{errors::name_of, owner::Owner};
 
-/// A pin: pages kept for their owner until it ends.
+/// Pages kept for their owner until it ends. From `Pool.pin` and `Pool.pins`; handles of one pin are equal.
+///
+/// A context manager that unpins at the end of the block. The figures are those of the moment the object was made.
 #[pyclass(frozen, eq, hash, module = "kvalloc")]
 #[derive(Debug)]
 pub(crate) struct Pin {
@@ -40,35 +42,42 @@ impl Pin {
 
 #[pymethods]
 impl Pin {
+    /// str or None : The tenant whose budget it counts against; None if it had ended when the object was made.
     #[getter]
     fn owner(&self) -> Option<String> {
         self.pin.as_ref().map(|p| name_of(&self.owner.core, p.owner))
     }
 
+    /// str or None : What it was called.
     #[getter]
     fn label(&self) -> Option<&str> {
         self.pin.as_ref().map(|p| p.label.as_str())
     }
 
-    /// How many pages it keeps.
+    /// int : How many pages it keeps.
     #[getter]
     fn pages(&self) -> usize {
         self.pin.as_ref().map_or(0, |p| p.pages.len())
     }
 
-    /// Bytes it counts against its owner's budget.
+    /// int : Bytes it counts against its owner's budget.
     #[getter]
     fn bytes(&self) -> u64 {
         self.pin.as_ref().map_or(0, |p| self.owner.core.bytes_of(p.units))
     }
 
-    /// When it ends, in seconds of the pool's clock; None: when it is unpinned.
+    /// float or None : When it ends, in seconds of the pool's clock; None: when it is unpinned.
     #[getter]
     fn expires(&self) -> Option<f64> {
         self.pin.as_ref().and_then(|p| p.expires_at_ms).map(|ms| ms as f64 / 1000.0)
     }
 
-    /// End it. A second time, or after it expired, is a `PinError`, and changes nothing.
+    /// End it: pages that nobody references become cached.
+    ///
+    /// Raises
+    /// ------
+    /// PinError
+    ///     It was unpinned before, or expired. Nothing was changed.
     fn unpin(&self, py: Python<'_>) -> PyResult<()> {
         self.owner.live()?.unpin(self.id).map_err(|e| self.owner.error(py, &e))
     }

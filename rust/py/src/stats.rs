@@ -8,7 +8,19 @@ use pyo3::{
     types::{PyDict, PyList},
 };
 
-/// Counters of what happened: a mapping from name to count, and a few rates.
+/// Counters of what happened since the pool was made: attributes, and a mapping from name to count. From `Pool.stats`.
+///
+/// Counters only grow. Within one snapshot no effect is ahead of its cause: hits are never more than queries.
+///
+/// Examples
+/// --------
+/// >>> pool = kvalloc.Pool(kvalloc.KVSpec.uniform(layers=4, kv_heads=2, head_dim=64), "64MiB")
+/// >>> page = pool.pages.allocate(pool.tenant("acme"), 2)
+/// >>> stats = pool.stats()
+/// >>> stats.allocated_pages, stats["allocated_pages"], dict(stats)["refused_limit"]
+/// (2, 2, 0)
+/// >>> kvalloc.Stats.describe()["allocated_pages"]
+/// ('pages', 'Pages given out, not counting hits.')
 #[pyclass(frozen, mapping, module = "kvalloc")]
 #[derive(Debug)]
 pub(crate) struct Stats {
@@ -41,19 +53,24 @@ macro_rules! stats {
                 }
             )+
 
-            /// Tokens found of tokens looked up; None before the first lookup.
+            /// float or None : Tokens found of tokens looked up, 0 to 1; None before the first lookup.
             #[getter]
             fn hit_rate(&self) -> Option<f64> {
                 self.hit_rate
             }
 
-            /// Evictions for anybody.
+            /// int : Cached pages taken back, for anybody (pages).
             #[getter]
             fn evictions(&self) -> u64 {
                 self.of(Counter::EvictedOwn) + self.of(Counter::EvictedForeign)
             }
 
-            /// Each counter's unit and meaning.
+            /// Say what each counter counts.
+            ///
+            /// Returns
+            /// -------
+            /// dict of str to (str, str)
+            ///     Its unit (``"tokens"``, ``"pages"`` or ``"times"``) and a sentence.
             #[staticmethod]
             fn describe(py: Python<'_>) -> PyResult<Py<PyDict>> {
                 let dict = PyDict::new(py);
@@ -63,10 +80,20 @@ macro_rules! stats {
                 Ok(dict.unbind())
             }
 
+            /// Return the counters.
+            ///
+            /// Returns
+            /// -------
+            /// dict of str to int
             fn as_dict(&self) -> BTreeMap<&'static str, u64> {
                 self.counts.clone()
             }
 
+            /// Return the names.
+            ///
+            /// Returns
+            /// -------
+            /// list of str
             fn keys(&self) -> Vec<&'static str> {
                 self.counts.keys().copied().collect()
             }

@@ -14,6 +14,18 @@ use crate::{
 };
 
 /// What the batch's last step did. The object is the batch's own and shows its newest step.
+///
+/// Examples
+/// --------
+/// >>> pool = kvalloc.Pool(kvalloc.KVSpec.uniform(layers=4, kv_heads=2, head_dim=64), "64MiB")
+/// >>> small = pool.tenant("small", limit="64KiB")  # two pages
+/// >>> batch = pool.batch(max_sequences=4, max_tokens=512)
+/// >>> rows = [batch.add(pool.open(small, range(n))) for n in (32, 20)]
+/// >>> out = batch.step()
+/// >>> out
+/// <kvalloc.Step 32 tokens in 2 rows, 1 refused, 0 copies>
+/// >>> out.counts.tolist(), [(refusal.row, refusal.why) for refusal in out.refused]
+/// ([32, 0], [(1, 'limit')])
 #[pyclass(frozen, module = "kvalloc")]
 #[derive(Debug)]
 pub(crate) struct Step {
@@ -32,26 +44,26 @@ impl Step {
 
 #[pymethods]
 impl Step {
-    /// Tokens in the arrays.
+    /// int : Tokens in the arrays.
     #[getter]
     fn num_tokens(&self, py: Python<'_>) -> PyResult<u32> {
         self.last(py, |s| s.num_tokens)
     }
 
-    /// Rows in the arrays.
+    /// int : Rows in the arrays.
     #[getter]
     fn num_rows(&self, py: Python<'_>) -> PyResult<u32> {
         self.last(py, |s| s.num_rows)
     }
 
-    /// Tokens per row, int32.
+    /// numpy.ndarray : int32 [num_rows]. Tokens that each row got, which may be fewer than asked for.
     #[getter]
     fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let counts: Vec<i32> = self.last(py, |s| s.counts.iter().map(|&c| c as i32).collect())?;
         arrays::int32(py, &counts)
     }
 
-    /// Rows that got nothing, and why.
+    /// list of Refusal : Rows that got nothing, and why. Read it before rows are added or removed.
     #[getter]
     fn refused(&self, py: Python<'_>) -> PyResult<Vec<Refusal>> {
         let refused = self.last(py, |s| s.refused.clone())?;
@@ -66,7 +78,9 @@ impl Step {
             .collect()
     }
 
-    /// Frames to copy before the kernels run, int32 [n, 3]: layer group, source, destination.
+    /// numpy.ndarray : int32 [copies, 3]. Layer group, source frame, destination frame.
+    ///
+    /// Copy these frames before the kernels of the step run. The sources stay as they are until the step is committed.
     #[getter]
     fn copies<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let rows = |c: &Copy| [i32::from(c.group.0), c.from.0 as i32, c.to.0 as i32];
@@ -87,7 +101,21 @@ impl Step {
     }
 }
 
-/// A row that could not grow.
+/// A row that could not grow. Nothing was taken for it.
+///
+/// Attributes
+/// ----------
+/// row : int
+///     Its row in the step.
+/// sequence : Sequence or None
+///     The sequence there.
+/// why : {"limit", "claim", "frames", "fragmented", "row", "budget"}
+///     A limit of the tenant or above it; what is held, reserved and promised; every page in use; free bytes that serve pages
+///     of another size; the batch's rows are shorter; its steps are.
+/// reason : str
+///     The same as a sentence, with names and numbers, and what to do.
+/// needed_bytes, room : int
+///     Bytes asked for and bytes there were (tokens for ``"row"`` and ``"budget"``).
 #[pyclass(frozen, get_all, module = "kvalloc")]
 #[derive(Debug)]
 pub(crate) struct Refusal {

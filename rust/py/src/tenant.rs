@@ -16,7 +16,19 @@ use crate::{
     owner::Owner,
 };
 
-/// A node of the tenant tree.
+/// A node of the tenant tree. Made by `Pool.tenant`.
+///
+/// Handles of one tenant are equal, and may be used from any number of threads. All sizes are bytes on the device.
+///
+/// Examples
+/// --------
+/// >>> pool = kvalloc.Pool(kvalloc.KVSpec.uniform(layers=4, kv_heads=2, head_dim=64), "64MiB")
+/// >>> acme = pool.tenant("acme", reserve="16MiB")
+/// >>> acme
+/// <kvalloc.Tenant "acme" held=0 B cached=0 B reserve=16 MiB limit=none>
+/// >>> acme.set(limit="32MiB", weight=2)
+/// >>> acme.limit, acme.usage().charged
+/// (33554432, 0)
 #[pyclass(frozen, eq, hash, module = "kvalloc")]
 #[derive(Clone, Debug)]
 pub(crate) struct Tenant {
@@ -180,81 +192,88 @@ impl Tenant {
 
 #[pymethods]
 impl Tenant {
+    /// str : Its name.
     #[getter]
     fn name(&self) -> &str {
         &self.name
     }
 
+    /// Tenant or None : The tenant above it; None: it stands below the root.
     #[getter]
     fn parent(&self) -> PyResult<Option<Self>> {
         let ledger = self.owner.live()?.ledger();
         Ok(ledger.parent(self.id).filter(|&p| p != ROOT).and_then(|p| Self::of(&self.owner, p)))
     }
 
-    /// Bytes of its own pages with references.
+    /// int : Bytes of its own pages with references. Its children's are not among them.
     #[getter]
     fn held(&self) -> PyResult<u64> {
         self.figure(|u| u.held)
     }
 
-    /// Bytes of its own published pages without references: free to take.
+    /// int : Bytes of its own published pages without references: free to take.
     #[getter]
     fn cached(&self) -> PyResult<u64> {
         self.figure(|u| u.cached)
     }
 
-    /// Bytes of its own pages that only a pin keeps.
+    /// int : Bytes of its own pages that only a pin keeps.
     #[getter]
     fn pinned(&self) -> PyResult<u64> {
         self.figure(|u| u.pinned)
     }
 
-    /// Bytes reserved for its admitted sequences and not in use yet.
+    /// int : Bytes reserved for its admitted sequences and not in use yet.
     #[getter]
     fn promised(&self) -> PyResult<u64> {
         self.figure(|u| u.promised)
     }
 
+    /// int : Bytes that are available to its subtree at once.
     #[getter]
     fn reserve(&self) -> PyResult<u64> {
         self.figure(|u| u.reserve)
     }
 
-    /// None: no limit but the pool.
+    /// int or None : The most bytes charged to its subtree; None: no limit but the pool.
     #[getter]
     fn limit(&self) -> PyResult<Option<u64>> {
         let core = self.owner.live()?;
         Ok(self.policy()?.limit[0].map(|limit| core.bytes_of(limit)))
     }
 
+    /// int : 1 to 65,536; who has twice the weight keeps twice as much above the reserve before it gives back first.
     #[getter]
     fn weight(&self) -> PyResult<u32> {
         Ok(self.policy()?.weight)
     }
 
+    /// int : 0 to 100; among equals the lower gives back first.
     #[getter]
     fn priority(&self) -> PyResult<u8> {
         Ok(self.policy()?.priority)
     }
 
+    /// int : Bytes it may pin.
     #[getter]
     fn pin_budget(&self) -> PyResult<u64> {
         Ok(self.owner.live()?.bytes_of(self.policy()?.pin_budget))
     }
 
-    /// Bytes that its pins use of the budget.
+    /// int : Bytes that its pins use of the budget.
     #[getter]
     fn pin_used(&self) -> PyResult<u64> {
         let core = self.owner.live()?;
         Ok(core.bytes_of(core.pin_budget_used(self.id)))
     }
 
+    /// bool : Whether preemptible sequences of others may run in its reserve.
     #[getter]
     fn lend(&self) -> PyResult<bool> {
         Ok(self.policy()?.lend)
     }
 
-    /// Scopes it may publish into, and the most bytes charged there (None: no bound).
+    /// dict of str to (int or None) : Scopes it may publish into, and the most bytes charged there (None: no bound).
     #[getter]
     fn publish(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
         let core = self.owner.live()?;
@@ -265,7 +284,19 @@ impl Tenant {
         Ok(dict.unbind())
     }
 
-    /// x
+    /// Change what is given; the rest stays.
+    ///
+    /// Parameters
+    /// ----------
+    /// reserve, limit, weight, priority, publish, pin_budget, lend : optional
+    ///     As in `Pool.tenant`.
+    /// parent : Tenant or str, optional
+    ///     Only to check: a tenant can't move.
+    ///
+    /// Raises
+    /// ------
+    /// TenantError
+    ///     What can't be, see `Pool.tenant`: nothing is changed then.
     #[pyo3(signature = (
         *, reserve = Given(None), limit = Given(None), weight = Given(None), priority = Given(None),
         parent = Given(None), publish = Given(None), pin_budget = Given(None), lend = Given(None)
@@ -288,6 +319,16 @@ impl Tenant {
     }
 
     /// All figures at one moment.
+    ///
+    /// Parameters
+    /// ----------
+    /// subtree : bool, optional
+    ///     Add up the tenants below it as well, one after the other; ``claim``, ``reserve`` and ``limit`` stay its own.
+    ///
+    /// Returns
+    /// -------
+    /// Usage
+    ///     ``held + cached + pinned + promised + stock = charged``, exactly.
     #[pyo3(signature = (*, subtree = false))]
     fn usage(&self, subtree: bool) -> PyResult<Usage> {
         let core = self.owner.live()?;
@@ -299,6 +340,13 @@ impl Tenant {
         Ok(Usage::new(core, &usage))
     }
 
+    /// What happened to this tenant so far.
+    ///
+    /// Returns
+    /// -------
+    /// dict of str to int
+    ///     ``query_tokens`` looked up and ``hit_tokens`` found of its prompts; ``resumed_hit_tokens``; ``evicted_pages`` of its
+    ///     cache, and ``evicted_by_others_pages`` of those; ``waited`` and ``refused``, times.
     fn stats(&self) -> PyResult<std::collections::BTreeMap<&'static str, u64>> {
         let stats = self.owner.live()?.tenant_stats(self.id);
         Ok(stats.iter().map(|(counter, value)| (counter.name(), value)).collect())
@@ -318,7 +366,24 @@ impl Tenant {
     }
 }
 
-/// What a tenant has, at one moment, in bytes.
+/// What a tenant has at one moment, in bytes of the device. Usages with equal figures are equal.
+///
+/// Attributes
+/// ----------
+/// held, cached, pinned : int
+///     Pages with references; published pages without, free to take; pages that only a pin keeps.
+/// promised : int
+///     Reserved for admitted sequences and not in use yet.
+/// stock : int
+///     Charged in advance, so that threads need not meet for every page; given back before anything is refused.
+/// charged : int
+///     The sum of the above.
+/// claim : int
+///     What the subtree keeps from others: the larger of its reserve and of what it holds, pins and was promised.
+/// reserve : int
+///     What is available to the subtree at once.
+/// limit : int or None
+///     The most that is charged to the subtree.
 #[pyclass(frozen, eq, hash, get_all, module = "kvalloc")]
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Usage {

@@ -44,6 +44,18 @@ impl Books {
         self.orders.victim(&self.pages, TENANT, 0).map(|id| id.0)
     }
 
+    /// Take a page, and put it back in its next life.
+    fn recycle(&self, proven: bool) -> Option<u32> {
+        let id = PageId(self.victim()?);
+        self.pages.transit(id, |w| w.retire()).expect("it is leaving");
+        let word = self.pages.transit(id, |w| w.take()).expect("it is free");
+        self.pages.transit(id, |w| w.publish(proven)).expect("it is held");
+        let dropped = self.pages.transit_with(id, |w| w.drop_ref(word.generation()));
+        assert_eq!(dropped, Ok(Dropped::Cached { enqueue: true }));
+        self.orders.enqueue(&self.pages, TENANT, id);
+        Some(id.0)
+    }
+
     /// All that can still leave, in order.
     fn rest(&self) -> Vec<u32> {
         std::iter::from_fn(|| self.orders.drain_one(&self.pages, TENANT)).map(|id| id.0).collect()
@@ -136,19 +148,70 @@ fn nodes_are_used_again_at_once() {
     loom::model(|| {
         let books = Books::held(2);
         books.release(0);
-        let other = Books::spawn(&books, |books| {
-            let id = books.victim()?;
-            let word = books.pages.transit(PageId(id), |w| w.retire()).expect("it is leaving");
-            books.pages.transit(PageId(id), |w| w.take()).expect("it is free");
-            books.pages.transit(PageId(id), |w| w.publish(true)).expect("it is held");
-            let dropped = books.pages.transit_with(PageId(id), |w| w.drop_ref(word.generation()));
-            assert_eq!(dropped, Ok(Dropped::Cached { enqueue: true }));
-            books.orders.enqueue(&books.pages, TENANT, PageId(id));
-            Some(id)
-        });
+        let other = Books::spawn(&books, |books| books.recycle(true));
         books.release(1);
         assert!(other.join().expect("no panic").is_some());
         assert_eq!(sorted(books.rest()), [0, 1]);
+    });
+}
+
+/// The hand takes a page that is linked while the tail doesn't know of it yet, and its node is used again.
+#[test]
+fn the_hand_overtakes_a_release() {
+    loom::model(|| {
+        let books = Books::held(1);
+        let other = Books::spawn(&books, |books| books.release(0));
+        books.recycle(false);
+        other.join().expect("no panic");
+        books.recycle(false);
+        assert_eq!(books.rest(), [0]);
+        assert_eq!(books.orders.queued(TENANT), Queued::default());
+    });
+}
+
+/// Two rounds bring the same node back to the head: whoever saw it there first must notice.
+#[test]
+fn an_old_head_is_not_taken_for_the_new_one() {
+    loom::model(|| {
+        let books = Books::cached(1);
+        let other = Books::spawn(&books, |books| {
+            let first = books.recycle(false);
+            first.and_then(|_| books.victim())
+        });
+        let mine = books.victim();
+        let theirs = other.join().expect("no panic");
+        let all: Vec<_> = mine.into_iter().chain(theirs).chain(books.rest()).collect();
+        assert_eq!(all, [0]);
+    });
+}
+
+/// There is always a page in the order, so the hand finds one.
+#[test]
+fn an_order_that_moves_is_not_empty() {
+    loom::model(|| {
+        let books = Books::cached(2);
+        let other = Books::spawn(&books, |books| books.recycle(false));
+        assert!(books.victim().is_some());
+        other.join().expect("no panic");
+    });
+}
+
+/// The last node of one queue becomes the last of another while somebody is about to link behind it.
+#[test]
+fn a_release_stays_in_its_queue() {
+    loom::model(|| {
+        let books = Books::held(3);
+        books.release(0);
+        let other = Books::spawn(&books, |books| {
+            books.release(2);
+            books.victim();
+            books.recycle(true);
+        });
+        books.release(1);
+        other.join().expect("no panic");
+        assert_eq!(books.orders.queued(TENANT), Queued { new: 1, proven: 1 });
+        assert_eq!(books.rest().len(), 2);
+        assert_eq!(books.orders.queued(TENANT), Queued::default());
     });
 }
 

@@ -189,7 +189,7 @@ fn units_that_hop_between_lanes_are_found() {
     loom::model(|| {
         let book = book(2, 1);
         book.tree.obtain(A, Units(2)).expect("room");
-        assert_eq!(book.stocks.fill(A, Lane(1), ONE), Units(0));
+        book.stocks.fill(A, Lane(1), ONE);
         let hop = |b: &Book| {
             if !b.stocks.store(A, Lane(0), ONE) {
                 b.discharge(A, Lane(0), ONE);
@@ -197,6 +197,23 @@ fn units_that_hop_between_lanes_are_found() {
             b.stocks.draw(A, Lane(1), ONE) || b.charge(A, Lane(1), ONE).is_ok()
         };
         assert_eq!(both(&book, hop, |b| b.charge(B, Lane(0), ONE).is_ok()), (true, true));
+        at_rest(&book);
+    });
+}
+
+/// Below a limit that was lowered under use nobody goes on with what he gave back.
+#[test]
+fn no_stock_is_left_below_a_lowered_limit() {
+    loom::model(|| {
+        let book = book(4, 1);
+        book.tree.obtain(A, Units(3)).expect("room");
+        let give = |b: &Book| {
+            b.discharge(A, Lane(0), ONE);
+            true
+        };
+        both(&book, give, |b| b.set_limit(A, ONE).0 > 0);
+        assert!(!book.stocks.draw(A, Lane(0), ONE) && book.charge(A, Lane(0), ONE).is_err());
+        assert_eq!(charged(&book, ROOT), 2);
         at_rest(&book);
     });
 }
@@ -231,8 +248,8 @@ fn a_snapshot_beside_a_transfer_between_lanes() {
     loom::model(|| {
         let book = book(4, 1);
         book.tree.obtain(A, Units(2)).expect("room");
-        assert_eq!(book.stocks.fill(A, Lane(0), ONE), Units(0));
-        assert_eq!(book.stocks.fill(A, Lane(1), Units(0)), Units(0));
+        book.stocks.fill(A, Lane(0), ONE);
+        book.stocks.fill(A, Lane(1), Units(0));
         // One unit held, one in stock; it moves from lane 0 into use and into lane 1.
         let transfer = |b: &Book| {
             assert!(b.stocks.draw(A, Lane(0), ONE));

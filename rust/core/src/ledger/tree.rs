@@ -189,10 +189,23 @@ impl Tree {
         Ok(())
     }
 
+    /// Whether a level on the way up has more charged or claimed than its limit, which was lowered then.
+    pub(super) fn is_over(&self, node: TenantId) -> bool {
+        self.path(node).iter().any(|&level| self.is_level_over(level, self.usage(level)))
+    }
+    /// The same, and whoever lowers a limit later sees what this thread did before.
+    pub(super) fn is_over_now(&self, node: TenantId) -> bool {
+        let now = |level| UsageWord(self.at(level, USAGE).plus(0));
+        self.path(node).iter().any(|&level| self.is_level_over(level, now(level)))
+    }
+    fn is_level_over(&self, level: TenantId, usage: UsageWord) -> bool {
+        usage.charged() > usage.limit() || self.claim(level).claim() > usage.limit()
+    }
+
     fn no_claim(&self, level: TenantId, now: ClaimWord, next: Option<ClaimWord>) -> Obstacle {
         let limit = self.usage(level).limit();
         let short = next.map_or(u32::MAX, |next| {
-            // A limit that was lowered below the claim is not the asker's fault: he is short of what he asked.
+            // A limit that was lowered below the claim does not add to what the asker is short of.
             (next.claim().0 - now.claim().0).min(next.claim().0.saturating_sub(limit.0))
         });
         Obstacle { level, why: Why::Claim, short, limit }
