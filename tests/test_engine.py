@@ -212,7 +212,9 @@ def test_e32_a_full_cache_of_shared_beginnings_keeps_nobody_waiting():
     rng = np.random.default_rng(0)
     times = np.cumsum(rng.exponential(0.3, 600))
     requests = [
-        Request(float(at), "", Text(((i + 1, int(rng.lognormal(6, 1)) + 1),)), int(rng.integers(20, 300)), key=i)
+        Request(
+            float(at), "", Text(((i + 1, int(rng.lognormal(6, 1)) + 1),)), int(rng.integers(20, 300)), key=i
+        )
         for i, at in enumerate(times)
     ]
     result = run.run(requests)
