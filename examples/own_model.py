@@ -1,8 +1,8 @@
 """A model of one's own under the reference scheduler: what `Engine` needs is one method.
 
 The "model" here counts down: the token that follows is the last one minus one. A real one runs its forward
-pass on ``batch.block_table()``, ``batch.slot_mapping()``, ``batch.query_start_loc`` and ``batch.seq_lens``, and
-samples; nothing else changes.
+pass on ``batch.block_table()``, ``batch.slot_mapping()``, ``batch.query_start_loc`` and ``batch.seq_lens``,
+and samples; nothing else changes.
 
 Run it with ``python examples/own_model.py``.
 """

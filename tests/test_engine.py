@@ -84,6 +84,7 @@ def test_e26_never_fits_is_said_at_once_and_the_queue_moves_on():
     engine.step()
     assert log.of("refused") == [big]
     assert "never fits" in big.refused
+    assert str(pool.capacity) in big.refused.replace(",", "")
     assert log.of("admitted") == [next_one]
     assert pool.stats()["hit_tokens"] == 0
     serve(engine, [])
@@ -203,6 +204,23 @@ def test_e32_what_waits_for_bytes_that_nobody_here_holds_is_told_so():
     again = ask(2, 200, 20)
     serve(engine, [again])
     assert log.of("finished") == [again]
+
+
+def test_e32_a_full_cache_of_shared_beginnings_keeps_nobody_waiting():
+    # The scope's pages all have children that other tenants pay for, so none of its own can go first.
+    run = Replay(small_spec(), 3001 * PAGE, numbered(4, share_tokens=512), max_tokens=65_536)
+    rng = np.random.default_rng(0)
+    times = np.cumsum(rng.exponential(0.3, 600))
+    requests = [
+        Request(
+            float(at), "", Text(((i + 1, int(rng.lognormal(6, 1)) + 1),)), int(rng.integers(20, 300)), key=i
+        )
+        for i, at in enumerate(times)
+    ]
+    result = run.run(requests)
+    assert result["run"]["finished"] == 600
+    assert result["run"]["idle_while_waiting_s"] == 0
+    assert result["audit"]["ok"]
 
 
 def test_j51_numbers_come_from_the_books_and_stay_in_range():

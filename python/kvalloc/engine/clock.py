@@ -111,7 +111,8 @@ class StepTime:
 
         Examples
         --------
-        >>> kvalloc.engine.StepTime.parse("base=0.02").base
+        >>> from kvalloc.engine import StepTime
+        >>> StepTime.parse("base=0.02").base
         0.02
         """
         values: dict[str, float] = {}

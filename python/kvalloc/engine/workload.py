@@ -68,7 +68,8 @@ def builtin_workload(seconds: float = SECONDS, *, seed: int = 0) -> Iterator[Req
 
     Examples
     --------
-    >>> first = next(kvalloc.engine.builtin_workload())
+    >>> from kvalloc.engine import builtin_workload
+    >>> first = next(builtin_workload())
     >>> first.tenant in {"chat", "agent", "search", "batch"}
     True
     """
