@@ -253,13 +253,24 @@ impl Pool {
     }
 
     fn hash_all(&self, prompt: &Prompt<'_>, ranges: &mut [Range], most: u32, keys: &mut Vec<ChainKey>) {
-        let page_tokens = self.spec.page_tokens();
         for range in ranges.iter_mut().filter(|r| !r.may_publish) {
             (range.scope, range.may_publish) = (prompt.tenant, true);
         }
-        for page in 0..most {
-            let scope = scope_at(ranges, prompt.tenant, page_tokens, page);
-            keys.push(self.hasher.page(scope, keys[page as usize], self.page_of(prompt.tokens, page)));
+        self.hash_on(prompt, ranges, 0..most, keys);
+    }
+
+    /// The keys of some pages behind those in `keys`.
+    fn hash_on(&self, prompt: &Prompt<'_>, ranges: &[Range], pages: std::ops::Range<u32>, keys: &mut Vec<ChainKey>) {
+        let size = self.spec.page_tokens();
+        let mut start = pages.start;
+        while start < pages.end {
+            let scope = scope_at(ranges, prompt.tenant, size, start);
+            let same = |&page: &u32| scope_at(ranges, prompt.tenant, size, page) == scope;
+            let run = if ranges.is_empty() { pages.end } else { start + (start..pages.end).take_while(same).count() as u32 };
+            let tokens = &prompt.tokens[start as usize * size as usize..run as usize * size as usize];
+            let parent = keys.last().copied().unwrap_or(prompt.root);
+            self.hasher.pages(scope, parent, size as usize, tokens, keys);
+            start = run;
         }
     }
 

@@ -530,12 +530,15 @@ impl Body {
         while self.published < end && self.parent.is_some() {
             let start = self.published;
             let scope = self.payer(page_tokens, start);
+            let run = match self.ranges.is_empty() {
+                true => end,
+                false => (start..end).find(|&page| self.payer(page_tokens, page) != scope).unwrap_or(end),
+            };
             keys.clear();
-            let mut key = *self.keys.last().unwrap_or(&self.root);
-            for page in (start..end).take_while(|&page| self.payer(page_tokens, page) == scope) {
-                key = pool.hasher.page(scope, key, self.page(page_tokens, page));
-                keys.push(key);
-            }
+            let parent = *self.keys.last().unwrap_or(&self.root);
+            let size = page_tokens as usize;
+            let tokens = &self.tokens[start as usize * size..run as usize * size];
+            pool.hasher.pages(scope, parent, size, tokens, &mut keys);
             // What left the cache not long ago and is written again counts as proven, the run judged as one.
             let proven =
                 pool.orders.recall(scope, keys.iter().map(|&key| pool.hasher.index_key(key, first_group)));
