@@ -214,7 +214,7 @@ class Replay:
                 if total["prompt_tokens"]
                 else 0.0,
                 "waste": waste,
-                "fragmentation": getattr(pool, "fragmented", 0) / max(1, pool.free),
+                "fragmentation": pool.fragmented / max(1, pool.free),
                 "evictions": stats.evictions,
                 "stats": stats.as_dict(),
             },

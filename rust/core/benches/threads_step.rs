@@ -260,8 +260,7 @@ fn main() {
         let locked = books(threads);
         let ours = |t: usize| Box::new(Ours::new(&pool, t as u32)) as Box<dyn Steps>;
         let theirs = |_: usize| Box::new(Locked::new(&locked)) as Box<dyn Steps>;
-        let sides: [(&str, Make<'_>); 2] =
-            [("kvalloc", &ours), ("mutex", &theirs)];
+        let sides: [(&str, Make<'_>); 2] = [("kvalloc", &ours), ("mutex", &theirs)];
         for (name, make) in sides {
             let (rate, times) = run(threads, Duration::from_secs(3), make);
             let at = |q: f64| times[((times.len() - 1) as f64 * q) as usize] as f64 / 1e3;

@@ -71,7 +71,10 @@ impl Owned {
 
 impl Arrays for Owned {
     fn group(&mut self, group: usize) -> GroupArrays<'_> {
-        GroupArrays { block_table: &mut self.block_tables[group], slot_mapping: &mut self.slot_mappings[group] }
+        GroupArrays {
+            block_table: &mut self.block_tables[group],
+            slot_mapping: &mut self.slot_mappings[group],
+        }
     }
 
     fn rows(&mut self) -> RowArrays<'_> {

@@ -16,7 +16,7 @@ use crate::{
     sequence::Sequence,
     stats::{Counter, Snapshot, TenantSnapshot},
     sync::Atom,
-    word::{GroupId, Lane, PageId, PageRef, TenantId, Tier, Units, page::Dropped},
+    word::{GroupId, Lane, PageId, PageRef, SizeId, TenantId, Tier, Units, page::Dropped},
 };
 
 impl Pool {
@@ -229,6 +229,14 @@ impl Pool {
     pub fn room_in(&self, tier: Tier) -> (u64, u64) {
         let arena = self.arena(tier);
         (arena.capacity_bytes(), arena.free_bytes())
+    }
+
+    /// Bytes of a tier that are free, and of no use to pages of the size that is worst off: they lie in extents that serve
+    /// other sizes.
+    pub fn fragmented(&self, tier: Tier) -> u64 {
+        let arena = self.arena(tier);
+        let usable = arena.sizes().iter().zip(0..).map(|(bytes, size)| arena.available(SizeId(size)) * bytes);
+        arena.free_bytes().saturating_sub(usable.min().unwrap_or(0))
     }
 
     /// Bytes of a number of units.

@@ -28,7 +28,7 @@ use crate::{
     frame::{Arena, Quiescence, Slots},
     hash::{ChainKey, Hasher, Secret},
     index::Index,
-    ledger::{self, Ledger, Refused},
+    ledger::{self, Ledger, ROOT, Refused},
     page::{MAX_TENANTS, Pages},
     pins::Pins,
     spec::{ArenaLayout, GroupKind, Spec},
@@ -337,9 +337,12 @@ impl Pool {
             let mut evicted = false;
             while missing > 0 {
                 let mut units = self.evict_units(lane, payer, payer, missing, &mut wanted);
-                if units == 0 {
-                    let worst = self.worst_within(refused.level);
-                    units = worst.map_or(0, |worst| self.evict_units(lane, worst, payer, missing, &mut wanted));
+                let mut tried = Vec::new();
+                while units == 0
+                    && let Some(worst) = self.worst(refused.level, &tried)
+                {
+                    units = self.evict_units(lane, worst, payer, missing, &mut wanted);
+                    tried.push(worst);
                 }
                 if units == 0 {
                     break;
@@ -365,7 +368,14 @@ impl Pool {
         // Never more than needed: the caller comes again.
         let largest = self.classes.iter().map(|c| c.units).max().unwrap_or(1).max(1);
         let pages = missing.div_ceil(largest).min(MOST_AT_ONCE) as usize;
-        self.evict_of(lane, tenant, asker, pages, wanted.as_mut().map(|(size, scratch)| (*size, &mut **scratch))).1
+        self.evict_of(
+            lane,
+            tenant,
+            asker,
+            pages,
+            wanted.as_mut().map(|(size, scratch)| (*size, &mut **scratch)),
+        )
+        .1
     }
 
     /// Take `n` new pages of `group` for `payer`: all or none. Appends them to `out`; their frames are then in
@@ -530,20 +540,20 @@ impl Pool {
             let (mut tenant, mut holds) = (TenantId(hint as u32), hint >> 32);
             let mut got = 0;
             if holds > 0 {
-                got = self.evict_of(lane, tenant, asker, (n - evicted).min(holds as usize), Some((size, scratch))).0;
+                got = self
+                    .evict_of(lane, tenant, asker, (n - evicted).min(holds as usize), Some((size, scratch)))
+                    .0;
             }
-            if got == 0 {
-                let Some(worst) = self.worst_within(TenantId(0)) else { break };
+            let mut tried = Vec::new();
+            while got == 0
+                && let Some(worst) = self.worst(ROOT, &tried)
+            {
                 (tenant, holds) = (worst, CHOICE_HOLDS.max(u64::from(self.ledger.top()) / 8));
-                got = self.evict_of(lane, tenant, asker, (n - evicted).min(holds as usize), Some((size, scratch))).0;
-            }
-            if got == 0 {
-                // Its cached pages are on their way (being parked, revived or moved): look at everybody once.
-                holds = 0;
-                got = (0..=self.ledger.top())
-                    .map(|t| self.evict_of(lane, TenantId(t), asker, 1, Some((size, scratch))).0)
-                    .find(|&got| got > 0)
-                    .unwrap_or(0);
+                got = self
+                    .evict_of(lane, tenant, asker, (n - evicted).min(holds as usize), Some((size, scratch)))
+                    .0;
+                // Its pages are on their way, or others' pages continue them: then it is the next one's turn.
+                tried.push(worst);
             }
             if got == 0 {
                 break;
@@ -554,9 +564,9 @@ impl Pool {
         evicted
     }
 
-    /// The tenant in the subtree of `level` that should give back a cached page first.
-    fn worst_within(&self, level: TenantId) -> Option<TenantId> {
-        self.ledger.worst(Tier::Device, level, |_| false)
+    /// The tenant in the subtree of `level` that should give back a cached page first, of those not tried yet.
+    fn worst(&self, level: TenantId, tried: &[TenantId]) -> Option<TenantId> {
+        self.ledger.worst(Tier::Device, level, |t| tried.contains(&t))
     }
 
     /// Evict up to `n` cached pages of `tenant` for `asker`: pages, units. Ids and frames of a size that is wanted go to a

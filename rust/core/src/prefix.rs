@@ -209,12 +209,9 @@ impl Pool {
                 return;
             }
             chain.keys.truncate(start as usize + 1);
-            for (nth, page) in (start..start + some).enumerate() {
-                let scope = scope_at(ranges, prompt.tenant, page_tokens, page);
-                let key =
-                    self.hasher.page(scope, chain.keys[page as usize], self.page_of(prompt.tokens, page));
-                keys[nth] = self.hasher.index_key(key, group);
-                chain.keys.push(key);
+            self.hash_on(prompt, ranges, start..start + some, &mut chain.keys);
+            for (index_key, &key) in keys.iter_mut().zip(&chain.keys[start as usize + 1..]) {
+                *index_key = self.hasher.index_key(key, group);
             }
             let hints = self.index.probe(&self.pages, &keys[..some as usize]);
             found.clear();
@@ -260,13 +257,23 @@ impl Pool {
     }
 
     /// The keys of some pages behind those in `keys`.
-    fn hash_on(&self, prompt: &Prompt<'_>, ranges: &[Range], pages: std::ops::Range<u32>, keys: &mut Vec<ChainKey>) {
+    fn hash_on(
+        &self,
+        prompt: &Prompt<'_>,
+        ranges: &[Range],
+        pages: std::ops::Range<u32>,
+        keys: &mut Vec<ChainKey>,
+    ) {
         let size = self.spec.page_tokens();
         let mut start = pages.start;
         while start < pages.end {
             let scope = scope_at(ranges, prompt.tenant, size, start);
             let same = |&page: &u32| scope_at(ranges, prompt.tenant, size, page) == scope;
-            let run = if ranges.is_empty() { pages.end } else { start + (start..pages.end).take_while(same).count() as u32 };
+            let run = if ranges.is_empty() {
+                pages.end
+            } else {
+                start + (start..pages.end).take_while(same).count() as u32
+            };
             let tokens = &prompt.tokens[start as usize * size as usize..run as usize * size as usize];
             let parent = keys.last().copied().unwrap_or(prompt.root);
             self.hasher.pages(scope, parent, size as usize, tokens, keys);

@@ -740,6 +740,13 @@ impl Pool {
         Ok(self.live()?.room_in(Tier::Device).1)
     }
 
+    /// int : Free bytes that are of no use to pages of the size that is worst off, because they lie in extents that serve
+    /// another size. 0 with a single page size.
+    #[getter]
+    fn fragmented(&self) -> PyResult<u64> {
+        Ok(self.live()?.fragmented(Tier::Device))
+    }
+
     /// int : Bytes of pages with references, of all tenants.
     #[getter]
     fn held(&self) -> PyResult<u64> {
