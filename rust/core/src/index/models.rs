@@ -8,7 +8,8 @@ use shuttle::thread;
 use super::*;
 use crate::{sync::Arc, word::page::Shared};
 
-/// Random schedules instead of all: shuttle reaches some that loom's reduction leaves out (it keeps one access a word).
+/// Schedules with two or three switches at random places: they reach some that loom's reduction leaves out, because it
+/// keeps only the last access to a word. (Plain random ones hardly ever do.)
 #[cfg(kvalloc_shuttle)]
 fn model(f: impl Fn() + Send + Sync + 'static) {
     shuttle::check_pct(f, 20_000, 3);
