@@ -239,7 +239,7 @@ mod tests {
     const B: TenantId = TenantId(2);
     const G: GroupId = GroupId(0);
 
-    /// The published vector of SipHash-1-3-128 (key 00..0f, empty input), and the words of a page against bytes.
+    /// A page's message written out as bytes gives the same key.
     #[test]
     fn messages_are_what_the_head_of_the_file_says() {
         let hasher = hasher();
