@@ -47,7 +47,7 @@
 mod ghost;
 mod queue;
 
-#[cfg(all(test, kvalloc_loom))]
+#[cfg(all(test, any(kvalloc_loom, kvalloc_shuttle)))]
 mod models;
 #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
 mod tests;

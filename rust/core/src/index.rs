@@ -378,7 +378,7 @@ fn same_link(pages: &Pages, a: Link, b: Link) -> bool {
     }
 }
 
-#[cfg(all(test, kvalloc_loom))]
+#[cfg(all(test, any(kvalloc_loom, kvalloc_shuttle)))]
 mod models;
 #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
 mod tests;

@@ -74,8 +74,8 @@ impl Queue<'_> {
     pub(super) fn push(self, pages: &Pages, id: PageId, node: Node) {
         let Node(node) = node;
         set_half(pages.node_value(node), 0, id.0 ^ node);
-        // One access, though nobody else writes it: loom would overlook who still reads it between two.
-        pages.node_next(node).clear(HALF);
+        let next = pages.node_next(node);
+        next.put(next.get() & !HALF);
         loop {
             let tail = self.tail.get();
             let last = pages.node_next(self.node(tail));
