@@ -80,7 +80,7 @@ impl Pool {
         if !self.index.insert(names.key, id) {
             let _ = self.pages.transit(id, |w| w.unpublish());
             if let Some(parent) = parent {
-                self.pages.remove_child(parent.id);
+                self.lose_child(parent);
             }
             self.stats.count(lane, Counter::PublishRefused, 1);
             return None;
@@ -100,6 +100,13 @@ impl Pool {
         Some(Seen { page, prefix })
     }
 
+    /// One child of a page has left the index; with the last one the page itself can be evicted.
+    fn lose_child(&self, parent: PageRef) {
+        if self.pages.remove_child(parent.id) {
+            self.orders.unstick(self.pages.payer(parent.id));
+        }
+    }
+
     /// Out of the index, so that nobody finds it any more; its parent has one child less. The caller owns the page:
     /// it is LEAVING, or the caller alone holds it.
     pub(crate) fn unindex(&self, id: PageId, group: GroupId) {
@@ -110,7 +117,7 @@ impl Pool {
             self.events.publish(Event::Removed { key, group, tenant: self.pages.payer(id), tier });
         }
         if let Link::Page(parent) = self.pages.link(id) {
-            self.pages.remove_child(parent.id);
+            self.lose_child(parent);
         }
     }
 
