@@ -189,6 +189,7 @@ impl Index {
     }
 
     /// How many inserts found both buckets full.
+    #[cfg(any(test, feature = "measure"))]
     pub(crate) fn refused(&self) -> u64 {
         self.refused.peek()
     }

@@ -196,20 +196,6 @@ impl Ledger {
         Ok(())
     }
 
-    /// Count `n` units against the tenant's budget of pinned units, whether their pages are held or not.
-    ///
-    /// # Errors
-    /// The budget is used up.
-    pub fn take_pin_budget(&self, tenant: TenantId, n: Units) -> Result<(), Refused> {
-        let taken = self.books[0].tree.take_pins(tenant, n);
-        taken.map_err(|obstacle| refused(Tier::Device, tenant, n, obstacle))
-    }
-
-    /// The inverse of [`Self::take_pin_budget`].
-    pub fn give_pin_budget(&self, tenant: TenantId, n: Units) {
-        self.books[0].tree.give_pins(tenant, n);
-    }
-
     /// What a node has and where it stands, the children not counted.
     pub fn usage(&self, tier: Tier, tenant: TenantId) -> Usage {
         self.book(tier).usage(tenant)

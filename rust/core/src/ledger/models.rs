@@ -309,14 +309,3 @@ fn closed_lanes_lose_nothing() {
         at_rest(&book);
     });
 }
-
-#[test]
-fn a_budget_of_one_pin() {
-    loom::model(|| {
-        let book = book(4, 0);
-        book.tree.set_pin_budget(A, ONE);
-        let won = both(&book, |b| b.tree.take_pins(A, ONE).is_ok(), |b| b.tree.take_pins(A, ONE).is_ok());
-        assert!(won.0 != won.1);
-        assert_eq!(book.tree.pins(A), UsageWord::new(ONE).charge(ONE).expect("one"));
-    });
-}

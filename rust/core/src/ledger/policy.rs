@@ -6,7 +6,7 @@
 //! | `hashes` | hash of the name, 0: no tenant; dense, so that a search by name reads eight tenants a cache line |
 //! | `heads` | length of the name (0-7), LEND (8), number of changes (9-63) |
 //! | `names` | 16 words: the name's bytes |
-//! | `rights` | 8 [`UsageWord`]s: units published into the ancestor at that depth, and how many may be; limit 0: no right |
+//! | `rights` | 8 [`UsageWord`]s: their limit is how many units may be charged to the ancestor at that depth; 0: no right to publish there |
 //!
 //! A name is read with `heads` before and after: whoever writes one sets the length to 0 first.
 
@@ -18,7 +18,7 @@ use std::{
 use crate::{
     ledger::{
         Ledger,
-        error::{LedgerError, NameRule, Refused, Why},
+        error::{LedgerError, NameRule},
         tree::{MAX_DEPTH, ROOT},
     },
     sync::{Atom, AtomicU64, Mutex, MutexGuard, Words},
@@ -448,7 +448,7 @@ impl Ledger {
             priority,
             lend: self.tenants.heads[tenant.as_usize()].get() & LEND != 0,
             publish: publish.collect(),
-            pin_budget: self.books[0].tree.pins(tenant).limit(),
+            pin_budget: self.books[0].tree.pin_budget(tenant),
         })
     }
 

@@ -354,20 +354,9 @@ impl Tree {
         let _ = self.at(node, PROMISED).transit(|w| CountWord(w).shift(by).map(|w| w.0));
     }
 
-    /// Pinned units against the budget, which counts every pinned page, held or not.
-    pub(super) fn take_pins(&self, node: TenantId, n: Units) -> Result<(), Obstacle> {
-        self.at(node, PINS).transit(|w| UsageWord(w).charge(n).map(|w| w.0)).map(drop).map_err(|now| {
-            let now = UsageWord(now);
-            Obstacle { why: Why::Pins, ..Obstacle::limit(node, now, n.0) }
-        })
-    }
-    pub(super) fn give_pins(&self, node: TenantId, n: Units) {
-        if self.at(node, PINS).transit(|w| UsageWord(w).discharge(n).map(|w| w.0)).is_err() {
-            self.fault();
-        }
-    }
-    pub(super) fn pins(&self, node: TenantId) -> UsageWord {
-        UsageWord(self.at(node, PINS).get())
+    /// The budget of pinned units.
+    pub(super) fn pin_budget(&self, node: TenantId) -> Units {
+        UsageWord(self.at(node, PINS).get()).limit()
     }
 
     // What follows is called with the policy lock held.
