@@ -22,14 +22,14 @@ pub(crate) use shuttle::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 #[cfg(not(any(kvalloc_loom, kvalloc_shuttle)))]
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-#[cfg(kvalloc_loom)]
-pub(crate) use loom::sync::{Mutex, MutexGuard};
 #[cfg(all(test, kvalloc_loom))]
 pub(crate) use loom::sync::Arc;
-#[cfg(kvalloc_shuttle)]
-pub(crate) use shuttle::sync::{Mutex, MutexGuard};
+#[cfg(kvalloc_loom)]
+pub(crate) use loom::sync::{Mutex, MutexGuard};
 #[cfg(all(test, kvalloc_shuttle))]
 pub(crate) use shuttle::sync::Arc;
+#[cfg(kvalloc_shuttle)]
+pub(crate) use shuttle::sync::{Mutex, MutexGuard};
 #[cfg(not(any(kvalloc_loom, kvalloc_shuttle)))]
 pub(crate) use std::sync::{Mutex, MutexGuard};
 
