@@ -111,7 +111,10 @@ impl Steps for Ours {
         for row in 0..ROWS as u32 {
             let start = START + row % PAGE;
             let tokens = (0..start).map(|t| (self.thread * 1000 + row) * 10_000 + t).collect();
-            let sequence = self.pool.open(self.tenant, Open { tokens, ..Open::default() }).expect("opens");
+            let sequence = self
+                .pool
+                .open(self.tenant, Open { tokens, max_new_tokens: LONGEST - start, ..Open::default() })
+                .expect("opens");
             self.batch.add(&sequence).expect("a row");
             self.sequences.push(sequence);
         }
