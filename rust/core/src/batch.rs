@@ -16,7 +16,10 @@
 //!
 //! Callers: the binding; sequence handles (handle.rs) for sequences that stand here.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Weak},
+};
 
 use crate::{
     arrays::{Arrays, Shape},
@@ -43,6 +46,17 @@ pub struct Copy {
     pub to: FrameId,
 }
 
+/// A row that got nothing.
+#[derive(Clone, Debug)]
+pub struct RefusedRow {
+    /// Its number in that step.
+    pub row: u32,
+    /// Its sequence, wherever that is by now.
+    pub sequence: Weak<Sequence>,
+    /// Why.
+    pub refusal: Refusal,
+}
+
 /// What a step did.
 #[derive(Debug, Default)]
 pub struct Step {
@@ -53,7 +67,7 @@ pub struct Step {
     /// Tokens per row.
     pub counts: Vec<u32>,
     /// Rows that got nothing, and why.
-    pub refused: Vec<(u32, Refusal)>,
+    pub refused: Vec<RefusedRow>,
     /// Copies to do before the kernels run.
     pub copies: Vec<Copy>,
 }
@@ -394,8 +408,10 @@ impl Shared {
         let inner = &mut *try_lock(&self.inner, "the batch")?;
         let row = inner.find(sequence)?;
         inner.sync_out(row);
+        let awaited = inner.hot.slots[row] - inner.hot.written[row];
         let answer = f(&mut inner.rows[row].body, &mut inner.scratch);
         inner.sync_in(&self.pool, self.shape, row);
+        inner.forget(row, awaited.saturating_sub(inner.hot.slots[row] - inner.hot.written[row]));
         Ok(answer)
     }
 
@@ -410,7 +426,7 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         let Self { pool, shape, member, inner } = self;
-        let Ok(inner) = inner.get_mut().map_err(|poisoned| drop(poisoned.into_inner())) else { return };
+        let inner = inner.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         while !inner.rows.is_empty() {
             let last = inner.rows.len() - 1;
             let sequence = Arc::clone(&inner.rows[last].sequence);
@@ -477,6 +493,26 @@ impl Inner {
             table[from..from + shape.pages].fill(0);
         }
         body
+    }
+
+    /// The last `tokens` tokens that a row awaits a commit for were taken back: the newest steps did not do them.
+    fn forget(&mut self, row: usize, mut tokens: u32) {
+        for record in self.outstanding.iter_mut().rev() {
+            if tokens == 0 {
+                break;
+            }
+            let entry = match record.at.is_empty() {
+                true => Some(row).filter(|&row| row < record.rows),
+                false => record.at.iter().position(|&at| at == row as u32),
+            };
+            let Some(entry) = entry else { continue };
+            if record.counts.is_empty() {
+                record.counts.resize(record.rows, 1);
+            }
+            let taken = record.counts[entry].min(tokens);
+            record.counts[entry] -= taken;
+            tokens -= taken;
+        }
     }
 
     /// The row's counts into its body.
@@ -603,7 +639,8 @@ impl Inner {
                 let granted = self.make_row_room(pool, shape, row, self.step.counts[row]);
                 self.step.counts[row] = granted.unwrap_or_else(|refusal| {
                     pool.count_refusal(self.lane, &refusal);
-                    self.step.refused.push((row as u32, refusal));
+                    let sequence = Arc::downgrade(&self.rows[row].sequence);
+                    self.step.refused.push(RefusedRow { row: row as u32, sequence, refusal });
                     0
                 });
             }

@@ -288,7 +288,8 @@ impl Pool {
     pub(crate) fn refusal(&self, refused: Refused) -> Refusal {
         Refusal {
             why: match refused.why {
-                ledger::Why::Limit => Why::Limit,
+                // Nobody can raise the limit of the root: it is the capacity.
+                ledger::Why::Limit if refused.level != ledger::ROOT => Why::Limit,
                 _ => Why::Claim,
             },
             tier: refused.tier,
@@ -317,6 +318,9 @@ impl Pool {
     ) -> Result<(), Refusal> {
         loop {
             let Err(refused) = attempt() else { return Ok(()) };
+            if self.expire_pins() > 0 {
+                continue;
+            }
             if refused.why != ledger::Why::Limit {
                 return Err(self.refusal(refused));
             }
@@ -467,7 +471,7 @@ impl Pool {
         let mut got = arena.claim(size, lane, n, frames);
         while got < n {
             let evicted = self.evict(lane, payer, n - got);
-            if evicted == 0 && self.quiescence.drain(&self.arenas) == 0 {
+            if evicted == 0 && self.quiescence.drain(&self.arenas) == 0 && self.expire_pins() == 0 {
                 break;
             }
             got += arena.claim(size, lane, n - got, frames);

@@ -28,6 +28,72 @@ pub(crate) fn number(value: &Bound<'_, PyAny>, name: &str, least: u64, most: u64
     }
 }
 
+/// One function for each number of the face, to read an argument with: `#[pyo3(from_py_with = args::group)]`.
+macro_rules! numbers {
+    ($($name:ident: $int:ty, $least:expr, $most:expr;)*) => {$(
+        pub(crate) fn $name(value: &Bound<'_, PyAny>) -> PyResult<$int> {
+            Ok(number(value, stringify!($name), $least, $most)? as $int)
+        }
+    )*};
+}
+
+numbers! {
+    adapter_generation: u64, 0, u64::MAX;
+    events: u32, 0, 1 << 30;
+    group: u8, 0, 255;
+    max: usize, 0, u64::MAX;
+    max_new_tokens: u32, 0, u64::from(u32::MAX);
+    max_tenants: u32, 0, u64::from(u32::MAX);
+    priority: u8, 0, 100;
+    tokens_to_pin: u32, 0, u64::from(u32::MAX);
+}
+
+/// Seconds as milliseconds.
+pub(crate) fn seconds(value: &Bound<'_, PyAny>, name: &str) -> PyResult<u64> {
+    let seconds = if value.is_instance_of::<PyBool>() { None } else { value.extract::<f64>().ok() };
+    match seconds.map(|s| (s * 1000.0).ceil()) {
+        Some(ms) if (0.0..1e15).contains(&ms) => Ok(ms as u64),
+        _ => Err(InvalidArgument::new_err(format!(
+            "{name} is {}; it must be a number of seconds from 0 to 10^12",
+            shown(value)
+        ))),
+    }
+}
+
+/// A time to live, in milliseconds; `None` is no end.
+pub(crate) fn ttl(value: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+    if value.is_none() { Ok(None) } else { seconds(value, "ttl").map(Some) }
+}
+
+/// Text that can be written as UTF-8.
+pub(crate) fn text(value: &Bound<'_, PyAny>) -> PyResult<String> {
+    let text = value.cast::<PyString>().ok().and_then(|text| Some(text.to_str().ok()?.to_owned()));
+    text.ok_or_else(|| InvalidArgument::new_err(format!("{} is no valid text", shown(value))))
+}
+
+/// A part of a prompt: a tenant and a number of tokens.
+type Part<'py> = (Bound<'py, PyAny>, u32);
+
+/// Parts of a prompt, as pairs.
+pub(crate) fn share<'py>(value: &Bound<'py, PyAny>) -> PyResult<Option<Vec<Part<'py>>>> {
+    if value.is_none() {
+        return Ok(None);
+    }
+    let bad = |what: &Bound<'_, PyAny>| {
+        InvalidArgument::new_err(format!("share is a list of (scope, tokens) pairs; got {}", shown(what)))
+    };
+    let pairs = value.try_iter().map_err(|_| bad(value))?;
+    pairs
+        .map(|pair| {
+            let pair = pair?;
+            let (scope, tokens) =
+                pair.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>().map_err(|_| bad(&pair))?;
+            Ok((scope, number(&tokens, "the tokens of a shared part", 0, u64::from(u32::MAX))? as u32))
+        })
+        .collect::<PyResult<_>>()
+        .map(Some)
+}
+
 fn index(value: &Bound<'_, PyAny>) -> Option<i128> {
     if value.is_instance_of::<PyInt>() {
         return value.extract().ok();

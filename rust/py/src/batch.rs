@@ -153,13 +153,21 @@ impl Batch {
     }
 
     #[pyo3(signature = (group = 0))]
-    fn block_table(&self, py: Python<'_>, group: usize) -> PyResult<Py<PyAny>> {
-        self.object(py, |o| o.block_table.get(group))
+    fn block_table(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = args::group)] group: u8,
+    ) -> PyResult<Py<PyAny>> {
+        self.object(py, |o| o.block_table.get(usize::from(group)))
     }
 
     #[pyo3(signature = (group = 0))]
-    fn slot_mapping(&self, py: Python<'_>, group: usize) -> PyResult<Py<PyAny>> {
-        self.object(py, |o| o.slot_mapping.get(group))
+    fn slot_mapping(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = args::group)] group: u8,
+    ) -> PyResult<Py<PyAny>> {
+        self.object(py, |o| o.slot_mapping.get(usize::from(group)))
     }
 
     #[getter]
@@ -179,7 +187,11 @@ impl Batch {
 
     /// The tables as FlashInfer reads them: kv_indptr, kv_indices, kv_last_page_len.
     #[pyo3(signature = (group = 0))]
-    fn csr(&self, py: Python<'_>, group: u8) -> PyResult<(Py<PyAny>, Py<PyAny>, Py<PyAny>)> {
+    fn csr(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = args::group)] group: u8,
+    ) -> PyResult<(Py<PyAny>, Py<PyAny>, Py<PyAny>)> {
         self.inner.owner.live()?;
         let (mut indptr, mut indices, mut last) = (Vec::new(), Vec::new(), Vec::new());
         self.inner
@@ -209,6 +221,7 @@ impl Batch {
     /// Steps that wait for their commit.
     #[getter]
     fn outstanding(&self, py: Python<'_>) -> PyResult<usize> {
+        self.inner.owner.live()?;
         self.inner.core.outstanding().map_err(|e| self.error(py, &e))
     }
 
@@ -279,6 +292,7 @@ pub(crate) struct Step {
 
 impl Step {
     fn last<R>(&self, py: Python<'_>, see: impl FnOnce(&kvalloc_core::batch::Step) -> R) -> PyResult<R> {
+        self.inner.owner.live()?;
         self.inner.core.last(see).map_err(|e| self.inner.owner.error(py, &e))
     }
 }
@@ -310,11 +324,10 @@ impl Step {
         let refused = self.last(py, |s| s.refused.clone())?;
         refused
             .into_iter()
-            .map(|(row, refusal)| {
-                let core =
-                    self.inner.core.sequence(row as usize).map_err(|e| self.inner.owner.error(py, &e))?;
+            .map(|refused| {
+                let core = refused.sequence.upgrade();
                 let sequence = core.map(|core| Sequence { owner: self.inner.owner.clone(), core });
-                Refusal::new(py, &self.inner.owner, row, sequence, &refusal)
+                Refusal::new(py, &self.inner.owner, refused.row, sequence, &refused.refusal)
             })
             .collect()
     }

@@ -334,8 +334,12 @@ impl Events {
         self.events.len()
     }
 
-    fn __getitem__(&self, py: Python<'_>, at: usize) -> PyResult<Py<PyDict>> {
-        let event = self.events.get(at).map(|e| e.clone_ref(py));
+    fn __getitem__(&self, py: Python<'_>, at: &Bound<'_, PyAny>) -> PyResult<Py<PyDict>> {
+        // What does not fit is outside.
+        let at: i128 = at.call_method0("__index__")?.extract().unwrap_or(i128::MAX);
+        let from_start = if at < 0 { at + self.events.len() as i128 } else { at };
+        let event = usize::try_from(from_start).ok().and_then(|at| self.events.get(at));
+        let event = event.map(|e| e.clone_ref(py));
         event.ok_or_else(|| {
             pyo3::exceptions::PyIndexError::new_err(format!("event {at} of {}", self.events.len()))
         })
@@ -402,7 +406,8 @@ impl Pin {
 
     #[pyo3(signature = (*_exception))]
     fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyAny>) -> PyResult<()> {
-        match self.owner.live()?.unpin(self.id) {
+        let Ok(core) = self.owner.live() else { return Ok(()) };
+        match core.unpin(self.id) {
             // It expired meanwhile, or was unpinned inside the block.
             Ok(()) | Err(Error::Pin(_)) => Ok(()),
             Err(error) => Err(self.owner.error(py, &error)),

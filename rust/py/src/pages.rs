@@ -88,7 +88,7 @@ impl Pages {
         py: Python<'py>,
         tenant: &Bound<'py, PyAny>,
         n: &Bound<'py, PyAny>,
-        group: u8,
+        #[pyo3(from_py_with = args::group)] group: u8,
     ) -> PyResult<Bound<'py, PyAny>> {
         let tenant = self.tenant(tenant)?;
         let n = args::number(n, "n", 0, u64::from(u32::MAX))? as usize;
@@ -111,7 +111,7 @@ impl Pages {
         tenant: &Bound<'_, PyAny>,
         pages: &Bound<'_, PyAny>,
         keys: &Bound<'_, PyAny>,
-        group: u8,
+        #[pyo3(from_py_with = args::group)] group: u8,
     ) -> PyResult<Vec<bool>> {
         let tenant = self.tenant(tenant)?;
         let (pages, keys) = (args::references(pages)?, self::keys(keys)?);
@@ -126,7 +126,7 @@ impl Pages {
         py: Python<'py>,
         tenant: &Bound<'py, PyAny>,
         keys: &Bound<'py, PyAny>,
-        group: u8,
+        #[pyo3(from_py_with = args::group)] group: u8,
     ) -> PyResult<Bound<'py, PyAny>> {
         let tenant = self.tenant(tenant)?;
         let keys = self::keys(keys)?;
@@ -142,7 +142,7 @@ impl Pages {
         py: Python<'py>,
         tenant: &Bound<'py, PyAny>,
         keys: &Bound<'py, PyAny>,
-        group: u8,
+        #[pyo3(from_py_with = args::group)] group: u8,
     ) -> PyResult<Bound<'py, PyAny>> {
         let tenant = self.tenant(tenant)?;
         let keys = self::keys(keys)?;

@@ -80,8 +80,8 @@ impl Owner {
                 args::shown(value)
             )));
         };
-        let name = name.to_str()?;
-        self.core.ledger().find(name).or(default).ok_or_else(|| {
+        let id = name.to_str().ok().and_then(|name| self.core.ledger().find(name));
+        id.or(default).ok_or_else(|| {
             let known: Vec<_> = self.core.ledger().ids().filter_map(|t| self.core.ledger().name(t)).take(8).collect();
             UnknownTenant::new_err(format!(
                 "there is no tenant {}; known are {known:?}. Make it with pool.tenant(...), or give the pool a default_tenant",
@@ -119,11 +119,11 @@ impl Pool {
         device_bytes: &Bound<'_, PyAny>,
         host_bytes: Option<&Bound<'_, PyAny>>,
         secret: Option<&Bound<'_, PyAny>>,
-        max_tenants: u32,
-        default_tenant: Option<&str>,
+        #[pyo3(from_py_with = args::max_tenants)] max_tenants: u32,
+        default_tenant: Option<&Bound<'_, PyAny>>,
         compare_tokens: bool,
         clock: &str,
-        events: u32,
+        #[pyo3(from_py_with = args::events)] events: u32,
         force_collisions: bool,
     ) -> PyResult<Self> {
         let native = spec.getattr("_native").and_then(|n| Ok(n.cast_into::<Spec>()?)).map_err(|_| {
@@ -164,9 +164,8 @@ impl Pool {
             Core::new(geometry.clone(), &options).map_err(|e| InvalidArgument::new_err(e.to_string()))?;
         let owner = Owner { core: Arc::new(core), born: FORKS.load(Ordering::Relaxed) };
         let default = default_tenant
-            .map(|name| owner.core.ledger().create(kvalloc_core::ledger::ROOT, name, &Default::default()))
-            .transpose()
-            .map_err(|e| errors::TenantError::new_err(e.to_string()))?;
+            .map(|name| tenant::create(&owner, &args::text(name)?, None).map(|tenant| tenant.id))
+            .transpose()?;
         if events > 0 {
             owner.core.turn_events(true);
         }
@@ -175,8 +174,12 @@ impl Pool {
 
     /// Make a tenant, or change what is given of one that exists.
     #[pyo3(signature = (name, **policy))]
-    fn tenant(&self, name: &str, policy: Option<&Bound<'_, pyo3::types::PyDict>>) -> PyResult<Tenant> {
-        tenant::create(self.live().map(|_| &self.owner)?, name, policy)
+    fn tenant(
+        &self,
+        #[pyo3(from_py_with = args::text)] name: String,
+        policy: Option<&Bound<'_, pyo3::types::PyDict>>,
+    ) -> PyResult<Tenant> {
+        tenant::create(self.live().map(|_| &self.owner)?, &name, policy)
     }
 
     /// Every tenant, in the order in which they were made.
@@ -192,7 +195,7 @@ impl Pool {
         py: Python<'_>,
         tenant: &Bound<'_, PyAny>,
         prompt_ids: &Bound<'_, PyAny>,
-        max_new_tokens: u32,
+        #[pyo3(from_py_with = args::max_new_tokens)] max_new_tokens: u32,
     ) -> PyResult<Admission> {
         let core = self.live()?;
         let id = self.owner.tenant(tenant, self.default)?;
@@ -218,27 +221,23 @@ impl Pool {
         py: Python<'_>,
         tenant: &Bound<'_, PyAny>,
         prompt_ids: &Bound<'_, PyAny>,
-        max_new_tokens: u32,
-        share: Option<Vec<(Bound<'_, PyAny>, u32)>>,
+        #[pyo3(from_py_with = args::max_new_tokens)] max_new_tokens: u32,
+        #[pyo3(from_py_with = args::share)] share: Option<Vec<(Bound<'_, PyAny>, u32)>>,
         adapter: Option<&Bound<'_, PyAny>>,
-        adapter_generation: u64,
+        #[pyo3(from_py_with = args::adapter_generation)] adapter_generation: u64,
         extra_key: Option<&Bound<'_, PyAny>>,
-        priority: u8,
-        ttl: Option<f64>,
+        #[pyo3(from_py_with = args::priority)] priority: u8,
+        #[pyo3(from_py_with = args::ttl)] ttl: Option<u64>,
         admit: bool,
     ) -> PyResult<Sequence> {
         let core = self.live()?;
         let id = self.owner.tenant(tenant, self.default)?;
         let tokens = args::tokens(prompt_ids, max_new_tokens as usize)?;
-        let share = share.unwrap_or_default();
         let share = share
             .iter()
+            .flatten()
             .map(|(scope, n)| Ok((self.owner.tenant(scope, None)?, *n)))
             .collect::<PyResult<Vec<_>>>()?;
-        if priority > 100 {
-            return Err(InvalidArgument::new_err(format!("priority is {priority}; it goes from 0 to 100")));
-        }
-        let ttl = milliseconds("ttl", ttl)?;
         let adapter = adapter.map(text_or_bytes).transpose()?;
         let extra_key = extra_key.map(text_or_bytes).transpose()?;
         let open = Open {
@@ -298,21 +297,21 @@ impl Pool {
     }
 
     /// Pin the published pages of a sequence's first tokens.
-    #[pyo3(signature = (sequence, tokens, *, owner, ttl = None, label = ""))]
+    #[pyo3(signature = (sequence, tokens, *, owner, ttl = None, label = None))]
     fn pin(
         &self,
         py: Python<'_>,
         sequence: &Sequence,
-        tokens: u32,
+        #[pyo3(from_py_with = args::tokens_to_pin)] tokens: u32,
         owner: &Bound<'_, PyAny>,
-        ttl: Option<f64>,
-        label: &str,
+        #[pyo3(from_py_with = args::ttl)] ttl: Option<u64>,
+        label: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Pin> {
         let core = self.live()?;
         let owner = self.owner.tenant(owner, None)?;
-        let pin = core
-            .pin(&sequence.core, tokens, owner, milliseconds("ttl", ttl)?, label)
-            .map_err(|e| self.owner.error(py, &e))?;
+        let label = label.map(args::text).transpose()?.unwrap_or_default();
+        let pin =
+            core.pin(&sequence.core, tokens, owner, ttl, &label).map_err(|e| self.owner.error(py, &e))?;
         Ok(Pin::new(&self.owner, core.pins(Some(owner)).into_iter().find(|p| p.id == pin), pin))
     }
 
@@ -337,7 +336,7 @@ impl Pool {
 
     /// What was published and removed since the last call.
     #[pyo3(signature = (max = 65536))]
-    fn events(&self, py: Python<'_>, max: usize) -> PyResult<Events> {
+    fn events(&self, py: Python<'_>, #[pyo3(from_py_with = args::max)] max: usize) -> PyResult<Events> {
         let core = self.live()?;
         let mut records = Vec::new();
         let drained = core.drain_events(max, &mut records).map_err(|e| self.owner.error(py, &e))?;
@@ -351,9 +350,9 @@ impl Pool {
     }
 
     /// Move a manual clock on, by seconds; the time it shows then.
-    fn advance(&self, py: Python<'_>, seconds: f64) -> PyResult<f64> {
+    fn advance(&self, py: Python<'_>, seconds: &Bound<'_, PyAny>) -> PyResult<f64> {
         let core = self.live()?;
-        let ms = milliseconds("seconds", Some(seconds))?.unwrap_or(0);
+        let ms = args::seconds(seconds, "seconds")?;
         core.advance(ms).map(|now| now as f64 / 1000.0).map_err(|e| self.owner.error(py, &e))
     }
 
@@ -421,7 +420,7 @@ impl Pool {
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        let core = &self.owner.core;
+        let Ok(core) = self.live() else { return Ok("<kvalloc.Pool of the parent process>".into()) };
         if core.is_closed() {
             return Ok("<kvalloc.Pool, closed>".into());
         }
@@ -439,22 +438,9 @@ impl Pool {
 /// Prompts longer than this are looked up without holding the interpreter.
 const LONG_PROMPT: usize = 4096;
 
-/// Seconds as milliseconds.
-pub(crate) fn milliseconds(name: &str, seconds: Option<f64>) -> PyResult<Option<u64>> {
-    let Some(seconds) = seconds else { return Ok(None) };
-    let ms = (seconds * 1000.0).ceil();
-    if seconds >= 0.0 && ms < 1e15 {
-        Ok(Some(ms as u64))
-    } else {
-        Err(InvalidArgument::new_err(format!(
-            "{name} is {seconds} seconds; it must be a number from 0 to 10^12"
-        )))
-    }
-}
-
 fn text_or_bytes(value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     if let Ok(text) = value.cast::<PyString>() {
-        return Ok(text.to_str()?.as_bytes().to_vec());
+        return args::text(text).map(String::into_bytes);
     }
     if let Ok(bytes) = value.cast::<PyBytes>() {
         return Ok(bytes.as_bytes().to_vec());

@@ -40,8 +40,9 @@ impl Sequence {
 #[pymethods]
 impl Sequence {
     #[getter]
-    fn tenant(&self) -> Option<Tenant> {
-        Tenant::of(&self.owner, self.core.tenant())
+    fn tenant(&self) -> PyResult<Option<Tenant>> {
+        self.owner.live()?;
+        Ok(Tenant::of(&self.owner, self.core.tenant()))
     }
 
     /// Tokens whose ids are known.
@@ -98,12 +99,16 @@ impl Sequence {
 
     #[getter]
     fn closed(&self) -> bool {
-        self.core.is_closed()
+        self.owner.live().is_err() || self.core.is_closed()
     }
 
     /// References to its pages of a group, uint64; pages that left the window are not among them.
     #[pyo3(signature = (group = 0))]
-    fn pages<'py>(&self, py: Python<'py>, group: u8) -> PyResult<Bound<'py, PyAny>> {
+    fn pages<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::group)] group: u8,
+    ) -> PyResult<Bound<'py, PyAny>> {
         self.owner.live()?;
         let (_, pages) = self.core.pages(GroupId(group)).map_err(|e| self.owner.error(py, &e))?;
         arrays::uint64(py, &pages.iter().map(|(page, _)| page.to_bits()).collect::<Vec<_>>())
@@ -111,7 +116,11 @@ impl Sequence {
 
     /// The frames of its pages of a group, int32; 0 for pages that left the window.
     #[pyo3(signature = (group = 0))]
-    fn block_table<'py>(&self, py: Python<'py>, group: u8) -> PyResult<Bound<'py, PyAny>> {
+    fn block_table<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::group)] group: u8,
+    ) -> PyResult<Bound<'py, PyAny>> {
         self.owner.live()?;
         let (start, pages) = self.core.pages(GroupId(group)).map_err(|e| self.owner.error(py, &e))?;
         let gone = std::iter::repeat_n(0, start as usize);
@@ -168,6 +177,9 @@ impl Sequence {
     }
 
     fn __repr__(&self) -> String {
+        if self.owner.live().is_err() {
+            return "<kvalloc.Sequence of the parent process>".into();
+        }
         let tenant = name_of(&self.owner.core, self.core.tenant());
         match self.core.counts() {
             Ok(Counts { known, slots, written, cached, .. }) => format!(
