@@ -774,13 +774,25 @@ impl Inner {
                 false => (slots / page_tokens) as usize,
             };
             let Some(&page) = body.tables[g].pages.get(at) else { continue };
-            if pool.make_private(page, group) {
+            // A snapshot of a fixed state stays findable while there is room for a copy; admission counted the copy of one
+            // that was hit, and none of those that are kept on the way.
+            let snapshot = pool.is_state(group) && pool.pages.read(page.id).is_indexed();
+            if !snapshot && pool.make_private(page, group) {
                 continue;
             }
+            let counted = !snapshot || slots == body.cached;
             let mut none = 0;
-            let promise = body.promises.iter_mut().find(|p| p.0 == tenant).map_or(&mut none, |p| &mut p.1);
+            let promise = body.promises.iter_mut().find(|p| counted && p.0 == tenant);
+            let promise = promise.map_or(&mut none, |p| &mut p.1);
             let mut copy = Vec::with_capacity(1);
-            pool.take(self.lane, tenant, group, 1, promise, &mut copy, &mut self.scratch)?;
+            if let Err(refusal) =
+                pool.take(self.lane, tenant, group, 1, promise, &mut copy, &mut self.scratch)
+            {
+                if snapshot && pool.make_private(page, group) {
+                    continue;
+                }
+                return Err(refusal);
+            }
             let frame = |page: PageRef| pool.pages.location(page.id).frame();
             self.step.copies.push(Copy { group, from: frame(page), to: frame(copy[0]) });
             pool.stats.count(self.lane, Counter::CopiesOnWrite, 1);
