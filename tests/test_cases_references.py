@@ -231,6 +231,8 @@ def test_b_a_second_release_is_an_error_and_changes_nothing(pool, release):
 def test_b_references_are_shared_up_to_a_bound(pool):
     """A page takes many references; the one too many is refused, and all come back."""
     pages = pool.pages.allocate("a", 1)
+    assert pool.pages.share(pages) == [False]  # what nobody can find is its taker's alone
+    assert pool.pages.publish("a", pages, [b"k"]) == [True]
     held = 1
     while pool.pages.share(pages) == [True]:
         held += 1

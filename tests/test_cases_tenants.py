@@ -274,6 +274,44 @@ def test_i48_a_quiet_tenants_reserve_outlives_a_noisy_neighbour():
     check_idle(pool)
 
 
+def test_i48_in_a_full_pool_whoever_is_most_over_its_claim_gives_first():
+    """Not the one who asks: its own cached pages lie inside its reserve."""
+    pool = make_pool(20)
+    quiet = pool.tenant("quiet", reserve=10 * PAGE)
+    noisy = pool.tenant("noisy")
+    cache(pool, quiet, ids(80))
+    for n in range(5):
+        cache(pool, noisy, ids(48, n + 1))
+    assert (pool.free, noisy.cached) == (0, 15 * PAGE)
+    pages = pool.pages.allocate(quiet, 3)
+    assert (quiet.cached, noisy.cached) == (5 * PAGE, 12 * PAGE)
+    pool.pages.release(pages)
+    # At the asker's own limit its own go first, whatever the neighbours have; two more are needed in the pool.
+    quiet.set(limit=10 * PAGE)
+    pool.pages.allocate(quiet, 8)
+    assert (quiet.cached, noisy.cached) == (2 * PAGE, 10 * PAGE)
+    check(pool)
+
+
+@pytest.mark.parametrize("level", ["pool", "limit", "parent"])
+def test_i48_a_request_that_can_never_be_granted_evicts_nothing(level):
+    pool = make_pool(20)
+    pool.tenant("org", limit=15 * PAGE if level == "parent" else None)
+    pool.tenant("a", parent="org", limit=15 * PAGE if level == "limit" else None)
+    pool.tenant("b")
+    cache(pool, "a", ids(128))
+    cache(pool, "b", ids(64, 1))
+    with unchanged(pool):
+        for pages in (16, 21, 1000):
+            if pages == 16 and level == "pool":
+                continue
+            with pytest.raises(kvalloc.OutOfPages):
+                pool.pages.allocate("a", pages)
+            with pytest.raises(kvalloc.AdmissionRefused):
+                pool.open("a", ids(pages * TOKENS, 5), admit=True)
+    assert pool.stats().evictions == 0
+
+
 SIZES = [math.nan, math.inf, -math.inf, -1, "12GX", "", " ", "GiB", 2**63, 2**64, 10**400, 1.5, True, None, "nan"]
 SIZES += ["inf", "-1GiB", "1e9", "0x10", "12Gib", "12gb ", b"1GiB", [1], "1,5GiB", "١GiB", "1" * 100]
 

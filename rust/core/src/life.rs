@@ -106,8 +106,10 @@ impl Pool {
             let tier = self.tier_of(id);
             self.events.publish(Event::Removed { key, group, tenant: self.pages.payer(id), tier });
         }
-        if let Link::Page(parent) = self.pages.link(id) {
-            self.pages.remove_child(parent.id);
+        if let Link::Page(parent) = self.pages.link(id)
+            && self.pages.remove_child(parent.id)
+        {
+            self.orders.unstick(self.pages.payer(parent.id));
         }
     }
 

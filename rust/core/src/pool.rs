@@ -324,16 +324,16 @@ impl Pool {
             if refused.why != ledger::Why::Limit {
                 return Err(self.refusal(refused));
             }
-            // At a limit the cached pages below it go first, the tenant's own before its neighbours'.
+            // Cached pages are given up only for what fits then.
+            let room = self.ledger.room(Tier::Device, payer, refused.asked);
+            if room.now < refused.asked {
+                let why = if room.level == ledger::ROOT { ledger::Why::Claim } else { ledger::Why::Limit };
+                return Err(self.refusal(Refused { why, level: room.level, room: room.now, ..refused }));
+            }
             let mut missing = refused.asked.0.saturating_sub(refused.room.0).max(1);
             let mut evicted = false;
             while missing > 0 {
-                let Some(units) = self
-                    .evict_of(lane, payer, payer)
-                    .or_else(|| self.worst_within(refused.level).and_then(|t| self.evict_of(lane, t, payer)))
-                else {
-                    break;
-                };
+                let Some(units) = self.evict_below(lane, refused.level, payer) else { break };
                 evicted = true;
                 missing = missing.saturating_sub(units);
             }
@@ -490,38 +490,62 @@ impl Pool {
 
     /// Evict up to `n` cached pages: of the tenants most over their claim first. How many were.
     fn evict(&self, lane: Lane, asker: TenantId, n: usize) -> usize {
-        let mut evicted = 0;
-        while evicted < n {
-            let hint = self.victim.peek();
-            let (tenant, holds) = (TenantId(hint as u32), hint >> 32);
-            if holds > 0 && self.evict_of(lane, tenant, asker).is_some() {
-                self.victim.put((holds - 1) << 32 | u64::from(tenant.0));
-                evicted += 1;
-                continue;
-            }
-            let Some(worst) = self.worst_within(TenantId(0)) else { break };
-            if self.evict_of(lane, worst, asker).is_some() {
-                self.victim.put(CHOICE_HOLDS << 32 | u64::from(worst.0));
-            } else {
-                // Its cached pages are on their way (being parked, revived or moved): look at everybody once.
-                let Some(_) = (0..=self.ledger.top()).find_map(|t| self.evict_of(lane, TenantId(t), asker))
-                else {
-                    break;
-                };
-            }
-            evicted += 1;
-        }
-        evicted
+        (0..n).take_while(|_| self.evict_below(lane, ledger::ROOT, asker).is_some()).count()
     }
 
-    /// The tenant in the subtree of `level` that should give back a cached page first.
-    fn worst_within(&self, level: TenantId) -> Option<TenantId> {
-        self.ledger.worst(Tier::Device, level, |_| false)
+    /// Evict one cached page in the subtree of `level` for `asker`: its units, if there was one. At a tenant's limit the
+    /// asker's own go first, in the whole pool those of whoever is most over its claim.
+    fn evict_below(&self, lane: Lane, level: TenantId, asker: TenantId) -> Option<u32> {
+        let hint = self.victim.peek();
+        let (tenant, holds) = match level {
+            ledger::ROOT => (TenantId(hint as u32), hint >> 32),
+            _ => (asker, u64::MAX),
+        };
+        if holds > 0
+            && let Some(units) = self.evict_of(lane, tenant, asker)
+        {
+            if level == ledger::ROOT {
+                self.victim.put((holds - 1) << 32 | u64::from(tenant.0));
+            }
+            return Some(units);
+        }
+        let worst = self.ledger.worst(Tier::Device, level, |_| false)?;
+        let Some(units) = self.evict_of(lane, worst, asker) else {
+            return self.evict_any(lane, level, asker);
+        };
+        if level == ledger::ROOT {
+            self.victim.put(CHOICE_HOLDS << 32 | u64::from(worst.0));
+        }
+        Some(units)
+    }
+
+    /// The pages of the tenant that should give first can't go just now: look at everybody once, and in the end at pages
+    /// that were hit again or are protected. That is a bias, and nothing is refused for it.
+    #[cold]
+    fn evict_any(&self, lane: Lane, level: TenantId, asker: TenantId) -> Option<u32> {
+        for last_resort in [false, true] {
+            let mut tried = Vec::new();
+            while let Some(tenant) = self.ledger.worst(Tier::Device, level, |t| tried.contains(&t)) {
+                let page = match last_resort {
+                    false => self.orders.victim(&self.pages, tenant, self.ticks()),
+                    true => self.orders.drain_one(&self.pages, tenant),
+                };
+                if let Some(id) = page {
+                    return Some(self.expel_for(lane, id, tenant, asker));
+                }
+                tried.push(tenant);
+            }
+        }
+        None
     }
 
     /// Evict one cached page of `tenant` for `asker`: its units, if there was one.
     fn evict_of(&self, lane: Lane, tenant: TenantId, asker: TenantId) -> Option<u32> {
         let id = self.orders.victim(&self.pages, tenant, self.ticks())?;
+        Some(self.expel_for(lane, id, tenant, asker))
+    }
+
+    fn expel_for(&self, lane: Lane, id: PageId, tenant: TenantId, asker: TenantId) -> u32 {
         self.stats.count_for(tenant, TenantCounter::Evicted, 1);
         if tenant == asker {
             self.stats.count(lane, Counter::EvictedOwn, 1);
@@ -529,7 +553,7 @@ impl Pool {
             self.stats.count(lane, Counter::EvictedForeign, 1);
             self.stats.count_for(tenant, TenantCounter::EvictedByOthers, 1);
         }
-        Some(self.expel(id))
+        self.expel(id)
     }
 
     /// The pool's time as the eviction orders count it: protection ends to the second.
