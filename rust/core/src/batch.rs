@@ -406,6 +406,7 @@ impl Shared {
         f: impl FnOnce(&mut Body, &mut Scratch) -> R,
     ) -> Result<R, Error> {
         let inner = &mut *try_lock(&self.inner, "the batch")?;
+        let _op = self.pool.enter(inner.lane);
         let row = inner.find(sequence)?;
         inner.sync_out(row);
         let awaited = inner.hot.slots[row] - inner.hot.written[row];
@@ -418,6 +419,7 @@ impl Shared {
     /// Take a sequence out, to close it.
     pub(crate) fn expel(&self, sequence: &Sequence) -> Result<Box<Body>, Error> {
         let inner = &mut *try_lock(&self.inner, "the batch")?;
+        let _op = self.pool.enter(inner.lane);
         let row = inner.find(sequence)?;
         Ok(inner.pull(&self.pool, self.shape, row))
     }
@@ -427,6 +429,7 @@ impl Drop for Shared {
     fn drop(&mut self) {
         let Self { pool, shape, member, inner } = self;
         let inner = inner.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let _op = pool.enter(inner.lane);
         while !inner.rows.is_empty() {
             let last = inner.rows.len() - 1;
             let sequence = Arc::clone(&inner.rows[last].sequence);

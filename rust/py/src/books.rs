@@ -15,10 +15,11 @@ use kvalloc_core::{
 };
 use pyo3::{
     prelude::*,
-    types::{PyDict, PyList},
+    types::{PyDict, PyInt, PyList},
 };
 
 use crate::{
+    args,
     errors::{name_of, sentence, why},
     pool::Owner,
 };
@@ -245,8 +246,8 @@ impl Stats {
         self.counts.keys().copied().collect()
     }
 
-    fn __getitem__(&self, name: &str) -> PyResult<u64> {
-        self.counts.get(name).copied().ok_or_else(|| {
+    fn __getitem__(&self, #[pyo3(from_py_with = args::text)] name: String) -> PyResult<u64> {
+        self.counts.get(name.as_str()).copied().ok_or_else(|| {
             pyo3::exceptions::PyKeyError::new_err(format!("{name:?}; known are {:?}", self.keys()))
         })
     }
@@ -259,8 +260,8 @@ impl Stats {
         self.counts.len()
     }
 
-    fn __contains__(&self, name: &str) -> bool {
-        self.counts.contains_key(name)
+    fn __contains__(&self, name: &Bound<'_, PyAny>) -> bool {
+        args::text(name).is_ok_and(|name| self.counts.contains_key(name.as_str()))
     }
 
     fn __repr__(&self) -> String {
@@ -336,7 +337,10 @@ impl Events {
 
     fn __getitem__(&self, py: Python<'_>, at: &Bound<'_, PyAny>) -> PyResult<Py<PyDict>> {
         // What does not fit is outside.
-        let at: i128 = at.call_method0("__index__")?.extract().unwrap_or(i128::MAX);
+        let at = match at.cast::<PyInt>() {
+            Ok(at) => at.extract().unwrap_or(i128::MAX),
+            Err(_) => at.extract::<isize>()? as i128,
+        };
         let from_start = if at < 0 { at + self.events.len() as i128 } else { at };
         let event = usize::try_from(from_start).ok().and_then(|at| self.events.get(at));
         let event = event.map(|e| e.clone_ref(py));
