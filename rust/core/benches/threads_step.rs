@@ -2,9 +2,10 @@
 //!
 //! `cargo bench -p kvalloc-core --bench threads_step`
 //!
-//! Prints steps a second with one and two threads, and the tail of a step's time with eight threads on however few cores
+//! Prints steps with their commits a second with one and two threads, and the tail of a step's time with eight threads on however few cores
 //! there are: there a thread that is preempted while it holds the mutex makes all others wait.
 
+#![allow(clippy::print_stdout, reason = "a bench prints its table")]
 use std::{
     hint::black_box,
     sync::{Arc, Barrier, Mutex},
@@ -29,7 +30,10 @@ const START: u32 = 512;
 
 /// What both sides do: a step and a commit of a batch of decoding rows.
 trait Steps: Send {
+    /// Charges, page edges, array writes.
     fn step(&mut self);
+    /// The model has run: tokens become known, full pages are published.
+    fn commit(&mut self);
     /// Begin anew when the rows have grown to the end.
     fn restart(&mut self);
 }
@@ -91,6 +95,9 @@ impl Ours {
 impl Steps for Ours {
     fn step(&mut self) {
         self.batch.step(None, None, |step| assert!(step.refused.is_empty())).expect("a step");
+    }
+
+    fn commit(&mut self) {
         self.batch.commit(Some(&self.sampled)).expect("a commit");
     }
 
@@ -106,6 +113,7 @@ impl Steps for Ours {
             self.sequences.push(sequence);
         }
         self.step();
+        self.commit();
     }
 }
 
@@ -133,8 +141,8 @@ impl Locked {
         let mut this = Self {
             books: Arc::clone(books),
             slots: vec![0; ROWS],
-            tables: vec![Vec::with_capacity((LONGEST / PAGE) as usize); ROWS],
-            tokens: vec![Vec::with_capacity(LONGEST as usize); ROWS],
+            tables: (0..ROWS).map(|_| Vec::with_capacity((LONGEST / PAGE) as usize)).collect(),
+            tokens: (0..ROWS).map(|_| Vec::with_capacity(LONGEST as usize)).collect(),
             block_table: vec![0; ROWS * (LONGEST / PAGE) as usize],
             seq_lens: vec![0; ROWS],
             positions: vec![0; ROWS],
@@ -167,9 +175,12 @@ impl Steps for Locked {
             self.positions[row] = slot as i32;
             self.slots[row] = slot + 1;
             self.seq_lens[row] = slot as i32 + 1;
-            self.tokens[row].push(7);
         }
         black_box(&mut self.slot_mapping);
+    }
+
+    fn commit(&mut self) {
+        self.tokens.iter_mut().for_each(|tokens| tokens.push(7));
     }
 
     fn restart(&mut self) {
@@ -188,8 +199,11 @@ impl Steps for Locked {
     }
 }
 
+/// Makes a side for a thread.
+type Make<'a> = &'a (dyn Fn(usize) -> Box<dyn Steps> + Sync);
+
 /// Steps a second of all threads together, and every step's time in ns, sorted.
-fn run(threads: usize, time: Duration, make: &(dyn Fn(usize) -> Box<dyn Steps> + Sync)) -> (f64, Vec<u64>) {
+fn run(threads: usize, time: Duration, make: Make<'_>) -> (f64, Vec<u64>) {
     let barrier = Barrier::new(threads);
     let results = thread::scope(|scope| {
         let handles: Vec<_> = (0..threads)
@@ -205,9 +219,9 @@ fn run(threads: usize, time: Duration, make: &(dyn Fn(usize) -> Box<dyn Steps> +
                         for _ in 0..steps_to_end {
                             let start = Instant::now();
                             side.step();
-                            let took = start.elapsed();
-                            busy += took;
-                            times.push(took.as_nanos() as u64);
+                            times.push(start.elapsed().as_nanos() as u64);
+                            side.commit();
+                            busy += start.elapsed();
                             if busy > time {
                                 break 'all;
                             }
@@ -246,8 +260,7 @@ fn main() {
         let locked = books(threads);
         let ours = |t: usize| Box::new(Ours::new(&pool, t as u32)) as Box<dyn Steps>;
         let theirs = |_: usize| Box::new(Locked::new(&locked)) as Box<dyn Steps>;
-        let sides: [(&str, &(dyn Fn(usize) -> Box<dyn Steps> + Sync)); 2] =
-            [("kvalloc", &ours), ("mutex", &theirs)];
+        let sides: [(&str, Make<'_>); 2] = [("kvalloc", &ours), ("mutex", &theirs)];
         for (name, make) in sides {
             let (rate, times) = run(threads, Duration::from_secs(3), make);
             let at = |q: f64| times[((times.len() - 1) as f64 * q) as usize] as f64 / 1e3;

@@ -469,8 +469,12 @@ impl Inner {
         let mut body = self.rows.swap_remove(row).body;
         body.slots = body.written;
         body.shrink_to(pool, self.lane, body.slots, &mut self.scratch);
-        self.hot.each(|v| drop(v.swap_remove(row)));
-        self.hot.base.iter_mut().for_each(|b| drop(b.swap_remove(row)));
+        self.hot.each(|v| {
+            v.swap_remove(row);
+        });
+        for base in &mut self.hot.base {
+            base.swap_remove(row);
+        }
         if let Some(moved) = self.rows.get(row) {
             moved.sequence.row.put(row as u32);
         }
@@ -669,7 +673,10 @@ impl Inner {
             return;
         }
         let group = GroupId(0);
-        let claimed = pool.claim_free(self.lane, group, self.tight.len(), &mut self.scratch);
+        let size = pool.classes[pool.groups[0].class.as_usize()].size;
+        self.scratch.ids.clear();
+        self.scratch.frames.clear();
+        let claimed = pool.claim_free(self.lane, size, self.tight.len(), &mut self.scratch);
         let table = self.arrays.group(0).block_table;
         // Taken from the end.
         self.scratch.ids.reverse();
@@ -698,7 +705,8 @@ impl Inner {
             hot.room[row] = slots + page_tokens;
             pages.push(page);
         }
-        pool.unclaim(self.lane, group, claimed - self.scratch.ids.len(), &self.scratch);
+        pool.stats.count(self.lane, Counter::PagesAllocated, (claimed - self.scratch.ids.len()) as u64);
+        pool.unclaim(size, &mut self.scratch);
     }
 
     #[cold]

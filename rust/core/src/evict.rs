@@ -47,7 +47,7 @@
 mod ghost;
 mod queue;
 
-#[cfg(all(test, kvalloc_loom))]
+#[cfg(all(test, any(kvalloc_loom, kvalloc_shuttle)))]
 mod models;
 #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
 mod tests;
@@ -319,7 +319,7 @@ struct Terms {
 /// Decide about a page that was just popped (see the table at the head of this file).
 fn judge(pages: &Pages, id: PageId, node: &Node, terms: Terms, spared: &mut u32) -> Verdict {
     let word = pages.word(id);
-    let mut now = word.get();
+    let mut now = word.first();
     loop {
         let page = PageWord(now);
         debug_assert!(page.is_queued() && !page.is_leaving(), "{page:?} stands in the order");

@@ -29,6 +29,7 @@ use std::sync::{Arc, Weak};
 use crate::{
     batch::Shared as BatchShared,
     error::{Error, Refusal},
+    event::Event,
     evict::Protection,
     hash::{ChainKey, Context},
     index::Parent,
@@ -544,22 +545,27 @@ impl Body {
         while self.published < end && self.parent.is_some() {
             let start = self.published;
             let scope = self.payer(page_tokens, start);
+            let run = match self.ranges.is_empty() {
+                true => end,
+                false => (start..end).find(|&page| self.payer(page_tokens, page) != scope).unwrap_or(end),
+            };
             keys.clear();
-            let mut key = *self.keys.last().unwrap_or(&self.root);
-            for page in (start..end).take_while(|&page| self.payer(page_tokens, page) == scope) {
-                key = pool.hasher.page(scope, key, self.page(page_tokens, page));
-                keys.push(key);
-            }
+            let parent = *self.keys.last().unwrap_or(&self.root);
+            let size = page_tokens as usize;
+            let tokens = &self.tokens[start as usize * size..run as usize * size];
+            pool.hasher.pages(scope, parent, size, tokens, &mut keys);
             // What left the cache not long ago and is written again counts as proven, the run judged as one.
             let proven =
                 pool.orders.recall(scope, keys.iter().map(|&key| pool.hasher.index_key(key, first_group)));
             for (nth, &key) in keys.iter().enumerate() {
-                if !self.publish_page(pool, lane, key, nth < proven) {
+                if !self.publish_page(pool, lane, key, nth < proven, &mut scratch.events) {
                     break;
                 }
             }
         }
         scratch.keys = keys;
+        pool.events.publish_all(&scratch.events);
+        scratch.events.clear();
     }
 
     fn page(&self, page_tokens: u32, page: u32) -> &[u32] {
@@ -567,7 +573,14 @@ impl Body {
     }
 
     /// Publish the next page in every group; `false`: the chain ends here.
-    fn publish_page(&mut self, pool: &Pool, lane: Lane, key: ChainKey, proven: bool) -> bool {
+    fn publish_page(
+        &mut self,
+        pool: &Pool,
+        lane: Lane,
+        key: ChainKey,
+        proven: bool,
+        events: &mut Vec<Event>,
+    ) -> bool {
         let Some(parent) = self.parent else { return false };
         let page = self.published;
         let tokens = self.page(pool.spec.page_tokens(), page);
@@ -578,7 +591,7 @@ impl Body {
         let mut others = parent;
         if let Some(group) = anchor {
             let at = self.tables[group.as_usize()].pages[page as usize];
-            match pool.publish(lane, at, group, &names(group, parent), proven) {
+            match pool.publish(lane, at, group, &names(group, parent), proven, events) {
                 Some(seen) => (next, others) = (seen.as_parent(), seen.as_parent()),
                 None => {
                     self.parent = None;
@@ -592,7 +605,7 @@ impl Body {
             if Some(g) != anchor && !pool.is_state(g) && page >= table.start {
                 let at = table.pages[page as usize];
                 // What can't be listed costs later hits, nothing else.
-                let _ = pool.publish(lane, at, g, &names(g, others), proven);
+                let _ = pool.publish(lane, at, g, &names(g, others), proven, events);
                 self.protect(pool, at);
             }
         }
@@ -616,7 +629,7 @@ impl Body {
     pub(crate) fn keep_state(&mut self, pool: &Pool, lane: Lane) -> bool {
         let page_tokens = pool.spec.page_tokens();
         if self.written == 0
-            || self.written % page_tokens != 0
+            || !self.written.is_multiple_of(page_tokens)
             || self.published != self.written / page_tokens
         {
             return false;
@@ -624,14 +637,16 @@ impl Body {
         let (Some(parent), Some(&key)) = (self.parent, self.keys.last()) else { return false };
         let tokens = &self.tokens[(self.written - page_tokens) as usize..self.written as usize];
         let mut kept = false;
+        let mut events = Vec::new();
         for g in (0..self.tables.len()).map(|g| GroupId(g as u8)).filter(|&g| pool.is_state(g)) {
             let Some(&page) = self.tables[g.as_usize()].pages.first() else { continue };
             if !pool.pages.read(page.id).is_indexed() {
                 let names = Names { key: pool.hasher.index_key(key, g), parent, tokens: Some(tokens) };
-                kept |= pool.publish(lane, page, g, &names, false).is_some();
+                kept |= pool.publish(lane, page, g, &names, false, &mut events).is_some();
                 self.shared_tail = true;
             }
         }
+        pool.events.publish_all(&events);
         kept
     }
 
@@ -681,7 +696,7 @@ impl Body {
         let whole = n / page_tokens;
         if whole < self.published {
             self.rewind(pool, whole);
-            self.shared_tail |= self.slots % page_tokens != 0;
+            self.shared_tail |= !self.slots.is_multiple_of(page_tokens);
         }
         self.cached = self.cached.min(whole * page_tokens);
         Ok(())

@@ -27,70 +27,41 @@ pub(crate) fn number(value: &Bound<'_, PyAny>, name: &str, least: u64, most: u64
     }
 }
 
-/// One function for each number of the face, to read an argument with: `#[pyo3(from_py_with = args::group)]`.
+/// Functions that read one argument each, so that an error can name it: name, type, least and most.
 macro_rules! numbers {
-    ($($name:ident: $int:ty, $least:expr, $most:expr;)*) => {$(
+    ($($name:ident: $int:ident, $least:expr, $most:expr;)+) => {$(
         pub(crate) fn $name(value: &Bound<'_, PyAny>) -> PyResult<$int> {
-            Ok(number(value, stringify!($name), $least, $most)? as $int)
+            Ok(number(value, stringify!($name), $least, $most as u64)? as $int)
         }
-    )*};
+    )+};
 }
 
 numbers! {
+    group: u8, 0, u8::MAX;
+    max_tenants: u32, 1, u32::MAX;
+    events: u32, 0, u32::MAX;
+    max_new_tokens: u32, 0, u32::MAX;
     adapter_generation: u64, 0, u64::MAX;
-    events: u32, 0, 1 << 30;
-    group: u8, 0, 255;
-    max: usize, 0, u64::MAX;
-    max_new_tokens: u32, 0, u64::from(u32::MAX);
-    max_tenants: u32, 0, u64::from(u32::MAX);
     priority: u8, 0, 100;
-    tokens_to_pin: u32, 0, u64::from(u32::MAX);
+    tokens_to_pin: u32, 0, u32::MAX;
+    max: usize, 0, usize::MAX;
 }
 
-/// Seconds as milliseconds.
-pub(crate) fn seconds(value: &Bound<'_, PyAny>, name: &str) -> PyResult<u64> {
-    let seconds = if value.is_instance_of::<PyBool>() { None } else { value.extract::<f64>().ok() };
-    match seconds.map(|s| (s * 1000.0).ceil()) {
-        Some(ms) if (0.0..1e15).contains(&ms) => Ok(ms as u64),
-        _ => Err(InvalidArgument::new_err(format!(
-            "{name} is {}; it must be a number of seconds from 0 to 10^12",
-            shown(value)
-        ))),
+/// Whether this is one number and not an array of one.
+pub(crate) fn is_number(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    Ok(value.is_instance_of::<PyInt>() || value.hasattr("__index__")? && !value.hasattr("__len__")?)
+}
+
+/// A keyword that may be left out, where `None` is a value. Written `...` in Python.
+#[derive(Debug)]
+pub(crate) struct Given<'py>(pub(crate) Option<Bound<'py, PyAny>>);
+
+impl<'py> FromPyObject<'_, 'py> for Given<'py> {
+    type Error = std::convert::Infallible;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> Result<Self, Self::Error> {
+        Ok(Self((!value.is(value.py().Ellipsis())).then(|| value.to_owned())))
     }
-}
-
-/// A time to live, in milliseconds; `None` is no end.
-pub(crate) fn ttl(value: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
-    if value.is_none() { Ok(None) } else { seconds(value, "ttl").map(Some) }
-}
-
-/// Text that can be written as UTF-8.
-pub(crate) fn text(value: &Bound<'_, PyAny>) -> PyResult<String> {
-    let text = value.cast::<PyString>().ok().and_then(|text| Some(text.to_str().ok()?.to_owned()));
-    text.ok_or_else(|| InvalidArgument::new_err(format!("{} is no valid text", shown(value))))
-}
-
-/// A part of a prompt: a tenant and a number of tokens.
-type Part<'py> = (Bound<'py, PyAny>, u32);
-
-/// Parts of a prompt, as pairs.
-pub(crate) fn share<'py>(value: &Bound<'py, PyAny>) -> PyResult<Option<Vec<Part<'py>>>> {
-    if value.is_none() {
-        return Ok(None);
-    }
-    let bad = |what: &Bound<'_, PyAny>| {
-        InvalidArgument::new_err(format!("share is a list of (scope, tokens) pairs; got {}", shown(what)))
-    };
-    let pairs = value.try_iter().map_err(|_| bad(value))?;
-    pairs
-        .map(|pair| {
-            let pair = pair?;
-            let (scope, tokens) =
-                pair.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>().map_err(|_| bad(&pair))?;
-            Ok((scope, number(&tokens, "the tokens of a shared part", 0, u64::from(u32::MAX))? as u32))
-        })
-        .collect::<PyResult<_>>()
-        .map(Some)
 }
 
 fn index(value: &Bound<'_, PyAny>) -> Option<i128> {
@@ -126,6 +97,12 @@ pub(crate) fn integer(value: &Bound<'_, PyAny>) -> Option<i128> {
     if value.is_instance_of::<PyBool>() { None } else { index(value) }
 }
 
+/// Text that can be written as UTF-8.
+pub(crate) fn text(value: &Bound<'_, PyAny>) -> PyResult<String> {
+    let text = value.cast::<PyString>().ok().and_then(|text| Some(text.to_str().ok()?.to_owned()));
+    text.ok_or_else(|| InvalidArgument::new_err(format!("{} is no valid text", shown(value))))
+}
+
 /// The elements of a buffer of any integer type.
 fn integers<R>(
     value: &Bound<'_, PyAny>,
@@ -133,10 +110,9 @@ fn integers<R>(
 ) -> PyResult<Option<Vec<R>>> {
     macro_rules! try_type {
         ($($int:ty),*) => {$(
-            if let Some(buffer) = flat::<$int>(value)
-                && let Some(cells) = buffer.as_slice(value.py())
-            {
-                return cells.iter().map(|cell| each(cell.get().into())).collect::<PyResult<_>>().map(Some);
+            if let Some(buffer) = flat::<$int>(value) {
+                let numbers = buffer.to_vec(value.py())?;
+                return numbers.into_iter().map(|n| each(n.into())).collect::<PyResult<_>>().map(Some);
             }
         )*};
     }
@@ -155,15 +131,17 @@ pub(crate) fn tokens(value: &Bound<'_, PyAny>, more: usize) -> PyResult<Vec<u32>
     let bad = |at: usize, id: &dyn std::fmt::Display| {
         InvalidArgument::new_err(format!("token id {id} at position {at}; ids go from 0 to {MOST}"))
     };
-    if let Some(buffer) = flat::<i32>(value)
-        && let Some(cells) = buffer.as_slice(value.py())
-    {
-        let mut ids = Vec::with_capacity(cells.len().saturating_add(more.min(MOST_ROOM)));
-        ids.extend(cells.iter().map(|cell| cell.get() as u32));
-        return match ids.iter().position(|&id| id > i32::MAX as u32) {
-            None => Ok(ids),
-            Some(at) => Err(bad(at, &(ids[at] as i32))),
-        };
+    if let Some(buffer) = flat::<i32>(value) {
+        let mut ids = Vec::with_capacity(buffer.item_count().saturating_add(more.min(MOST_ROOM)));
+        ids.resize(buffer.item_count(), 0i32);
+        buffer.copy_to_slice(value.py(), &mut ids)?;
+        let ids: Vec<u32> = ids.into_iter().map(|id| id as u32).collect(); // in place
+        // Every bit of every id at once: the loop has no branch.
+        if ids.iter().fold(0, |bits, id| bits | id) <= i32::MAX as u32 {
+            return Ok(ids);
+        }
+        let at = ids.iter().position(|&id| id > i32::MAX as u32).unwrap_or(0);
+        return Err(bad(at, &(ids[at] as i32)));
     }
     if let Ok(list) = value.cast::<PyList>() {
         let mut ids = Vec::with_capacity(list.len().saturating_add(more.min(MOST_ROOM)));
@@ -214,18 +192,15 @@ fn token(item: &Bound<'_, PyAny>, at: usize) -> PyResult<u32> {
     }
 }
 
-/// int32 numbers per row, read from an array without a copy where possible.
+/// int32 numbers per row.
 pub(crate) fn with_int32<R>(
     value: &Bound<'_, PyAny>,
     name: &str,
     f: impl FnOnce(&[i32]) -> R,
 ) -> PyResult<R> {
-    if let Some(buffer) = flat::<i32>(value)
-        && let Some(cells) = buffer.as_slice(value.py())
-    {
+    if let Some(buffer) = flat::<i32>(value) {
         // Python may write to the buffer at any time, so the core gets a copy.
-        let numbers: Vec<i32> = cells.iter().map(|cell| cell.get()).collect();
-        return Ok(f(&numbers));
+        return Ok(f(&buffer.to_vec(value.py())?));
     }
     let outside =
         |n: &dyn std::fmt::Display| InvalidArgument::new_err(format!("{name}: {n} is not an int32 number"));
@@ -273,4 +248,32 @@ pub(crate) fn references(value: &Bound<'_, PyAny>) -> PyResult<Vec<PageRef>> {
                 .and_then(reference)
         })
         .collect()
+}
+
+/// Seconds as milliseconds.
+pub(crate) fn milliseconds(value: &Bound<'_, PyAny>, name: &str) -> PyResult<u64> {
+    let seconds = if value.is_instance_of::<PyBool>() { None } else { value.extract::<f64>().ok() };
+    match seconds.map(|s| (s * 1000.0).ceil()) {
+        Some(ms) if (0.0..1e15).contains(&ms) => Ok(ms as u64),
+        _ => Err(InvalidArgument::new_err(format!(
+            "{name} is {}; it must be a number of seconds from 0 to 10^12",
+            shown(value)
+        ))),
+    }
+}
+
+/// A time to live, in milliseconds; `None` is no end.
+pub(crate) fn ttl(value: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+    if value.is_none() { Ok(None) } else { milliseconds(value, "ttl").map(Some) }
+}
+
+/// A key as the hash takes it.
+pub(crate) fn text_or_bytes(value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    if let Ok(text) = value.cast::<PyString>() {
+        return self::text(text).map(String::into_bytes);
+    }
+    if let Ok(bytes) = value.cast::<PyBytes>() {
+        return Ok(bytes.as_bytes().to_vec());
+    }
+    Err(InvalidArgument::new_err(format!("keys are text or bytes, not {}", shown(value))))
 }

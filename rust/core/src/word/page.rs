@@ -24,6 +24,7 @@
 //! | held | > 0 | any | LIVE |
 //! | pinned | 0 | > 0 | LIVE, INDEXED |
 //! | cached | 0 | 0 | LIVE, QUEUED, and INDEXED unless its key was taken from it while it was held |
+//! | orphan | 0 | 0 | LIVE, LEASED: nobody can find it, and a copy still uses its frame; whoever ends the lease frees it |
 //! | leaving | 0 | 0 | LIVE, LEAVING, not QUEUED |
 //!
 //! A cached page is QUEUED from the same transition that made it cached; a held or pinned one may still be QUEUED from
@@ -122,7 +123,12 @@ impl PageWord {
     /// Kept for later hits, free to take.
     #[inline]
     pub const fn is_cached(self) -> bool {
-        self.refs() == 0 && self.pins() == 0 && self.has(LIVE) && !self.has(LEAVING)
+        self.refs() == 0 && self.pins() == 0 && self.0 & (INDEXED | QUEUED) != 0 && !self.has(LEAVING)
+    }
+    /// Let go by all, not to be found, and in use by a copy.
+    #[inline]
+    pub const fn is_orphan(self) -> bool {
+        self.refs() == 0 && self.pins() == 0 && self.has(LIVE | LEASED) && self.0 & (INDEXED | QUEUED) == 0
     }
     /// Owned by one thread that is taking it out.
     #[inline]
@@ -212,6 +218,8 @@ impl PageWord {
         } else if self.has(QUEUED) {
             // Its key went while it was held, and the order still lists it: the order takes it out when it comes up.
             (self, Dropped::Cached { enqueue: false })
+        } else if self.has(LEASED) {
+            (self, Dropped::Held)
         } else {
             (Self(self.0 | LEAVING), Dropped::Leaving)
         }
@@ -308,13 +316,16 @@ impl PageWord {
         }
     }
 
-    /// The copy has ended or its time is over; a second end is `None`.
+    /// The copy has ended or its time is over; a second end is `None`. `true`: everybody else let go meanwhile, so it is
+    /// LEAVING, owned by the caller, who frees it.
     #[inline]
-    pub const fn unlease(self, generation: Generation) -> Option<Self> {
-        if self.generation().0 == generation.0 && self.has(LEASED) {
-            Some(Self(self.0 & !LEASED))
-        } else {
+    pub const fn unlease(self, generation: Generation) -> Option<(Self, bool)> {
+        if self.generation().0 != generation.0 || !self.has(LEASED) {
             None
+        } else if self.is_orphan() {
+            Some((Self(self.0 & !LEASED | LEAVING), true))
+        } else {
+            Some((Self(self.0 & !LEASED), false))
         }
     }
 }
