@@ -16,7 +16,10 @@
 //!
 //! Callers: the binding; sequence handles (handle.rs) for sequences that stand here.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Weak},
+};
 
 use crate::{
     arrays::{Arrays, Shape},
@@ -43,6 +46,17 @@ pub struct Copy {
     pub to: FrameId,
 }
 
+/// A row that got nothing.
+#[derive(Clone, Debug)]
+pub struct RefusedRow {
+    /// Its number in that step.
+    pub row: u32,
+    /// Its sequence, wherever that is by now.
+    pub sequence: Weak<Sequence>,
+    /// Why.
+    pub refusal: Refusal,
+}
+
 /// What a step did.
 #[derive(Debug, Default)]
 pub struct Step {
@@ -53,7 +67,7 @@ pub struct Step {
     /// Tokens per row.
     pub counts: Vec<u32>,
     /// Rows that got nothing, and why.
-    pub refused: Vec<(u32, Refusal)>,
+    pub refused: Vec<RefusedRow>,
     /// Copies to do before the kernels run.
     pub copies: Vec<Copy>,
 }
@@ -392,16 +406,20 @@ impl Shared {
         f: impl FnOnce(&mut Body, &mut Scratch) -> R,
     ) -> Result<R, Error> {
         let inner = &mut *try_lock(&self.inner, "the batch")?;
+        let _op = self.pool.enter(inner.lane);
         let row = inner.find(sequence)?;
         inner.sync_out(row);
+        let awaited = inner.hot.slots[row] - inner.hot.written[row];
         let answer = f(&mut inner.rows[row].body, &mut inner.scratch);
         inner.sync_in(&self.pool, self.shape, row);
+        inner.forget(row, awaited.saturating_sub(inner.hot.slots[row] - inner.hot.written[row]));
         Ok(answer)
     }
 
     /// Take a sequence out, to close it.
     pub(crate) fn expel(&self, sequence: &Sequence) -> Result<Box<Body>, Error> {
         let inner = &mut *try_lock(&self.inner, "the batch")?;
+        let _op = self.pool.enter(inner.lane);
         let row = inner.find(sequence)?;
         Ok(inner.pull(&self.pool, self.shape, row))
     }
@@ -411,6 +429,7 @@ impl Drop for Shared {
     fn drop(&mut self) {
         let Self { pool, shape, member, inner } = self;
         let inner = inner.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let _op = pool.enter(inner.lane);
         while !inner.rows.is_empty() {
             let last = inner.rows.len() - 1;
             let sequence = Arc::clone(&inner.rows[last].sequence);
@@ -481,6 +500,26 @@ impl Inner {
             table[from..from + shape.pages].fill(0);
         }
         body
+    }
+
+    /// The last `tokens` tokens that a row awaits a commit for were taken back: the newest steps did not do them.
+    fn forget(&mut self, row: usize, mut tokens: u32) {
+        for record in self.outstanding.iter_mut().rev() {
+            if tokens == 0 {
+                break;
+            }
+            let entry = match record.at.is_empty() {
+                true => Some(row).filter(|&row| row < record.rows),
+                false => record.at.iter().position(|&at| at == row as u32),
+            };
+            let Some(entry) = entry else { continue };
+            if record.counts.is_empty() {
+                record.counts.resize(record.rows, 1);
+            }
+            let taken = record.counts[entry].min(tokens);
+            record.counts[entry] -= taken;
+            tokens -= taken;
+        }
     }
 
     /// The row's counts into its body.
@@ -607,7 +646,8 @@ impl Inner {
                 let granted = self.make_row_room(pool, shape, row, self.step.counts[row]);
                 self.step.counts[row] = granted.unwrap_or_else(|refusal| {
                     pool.count_refusal(self.lane, &refusal);
-                    self.step.refused.push((row as u32, refusal));
+                    let sequence = Arc::downgrade(&self.rows[row].sequence);
+                    self.step.refused.push(RefusedRow { row: row as u32, sequence, refusal });
                     0
                 });
             }
@@ -745,13 +785,25 @@ impl Inner {
                 false => (slots / page_tokens) as usize,
             };
             let Some(&page) = body.tables[g].pages.get(at) else { continue };
-            if pool.make_private(page, group) {
+            // A snapshot of a fixed state stays findable while there is room for a copy; admission counted the copy of one
+            // that was hit, and none of those that are kept on the way.
+            let snapshot = pool.is_state(group) && pool.pages.read(page.id).is_indexed();
+            if !snapshot && pool.make_private(page, group) {
                 continue;
             }
+            let counted = !snapshot || slots == body.cached;
             let mut none = 0;
-            let promise = body.promises.iter_mut().find(|p| p.0 == tenant).map_or(&mut none, |p| &mut p.1);
+            let promise = body.promises.iter_mut().find(|p| counted && p.0 == tenant);
+            let promise = promise.map_or(&mut none, |p| &mut p.1);
             let mut copy = Vec::with_capacity(1);
-            pool.take(self.lane, tenant, group, 1, promise, &mut copy, &mut self.scratch)?;
+            if let Err(refusal) =
+                pool.take(self.lane, tenant, group, 1, promise, &mut copy, &mut self.scratch)
+            {
+                if snapshot && pool.make_private(page, group) {
+                    continue;
+                }
+                return Err(refusal);
+            }
             let frame = |page: PageRef| pool.pages.location(page.id).frame();
             self.step.copies.push(Copy { group, from: frame(page), to: frame(copy[0]) });
             pool.stats.count(self.lane, Counter::CopiesOnWrite, 1);

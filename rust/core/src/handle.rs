@@ -35,6 +35,8 @@ impl Sequence {
     }
 
     pub(crate) fn visit<R>(&self, f: impl FnOnce(&Pool, &mut Body, &mut Scratch) -> R) -> Result<R, Error> {
+        // Dropped after the lock: should this be the last handle of the batch, its end locks its sequences.
+        let batch;
         let mut place = try_lock(&self.place, "the sequence")?;
         match &mut *place {
             Place::Closed => Err(Error::Closed("the sequence")),
@@ -42,9 +44,9 @@ impl Sequence {
                 let _op = self.pool.enter(body.lane);
                 Ok(f(&self.pool, body, &mut Scratch::default()))
             }
-            Place::Batched(batch) => {
+            Place::Batched(at) => {
                 // A batch that is going away is about to hand the body back.
-                let batch = batch.upgrade().ok_or(Error::Busy("the batch of the sequence"))?;
+                batch = at.upgrade().ok_or(Error::Busy("the batch of the sequence"))?;
                 batch.visit(self, |body, scratch| f(&self.pool, body, scratch))
             }
         }
@@ -127,7 +129,15 @@ impl Sequence {
     /// Busy, closed; a page has too many references.
     pub fn fork(&self) -> Result<Arc<Self>, Error> {
         self.pool.check_open()?;
-        let body = self.visit(|pool, body, scratch| body.fork(pool, scratch))??;
+        let body = self.visit(|pool, body, scratch| {
+            if body.slots > body.written && (0..body.tables.len()).any(|g| pool.is_state(GroupId(g as u8))) {
+                return Err(Error::Argument(
+                    "a step that is not committed is writing the fixed state; commit it before the fork"
+                        .into(),
+                ));
+            }
+            body.fork(pool, scratch)
+        })??;
         Ok(Self::handle(&self.pool, body))
     }
 
@@ -145,12 +155,14 @@ impl Sequence {
     /// # Errors
     /// Busy.
     pub fn close(&self) -> Result<(), Error> {
+        // Dropped after the lock, as in `visit`.
+        let batch;
         let mut place = try_lock(&self.place, "the sequence")?;
         let body = match &mut *place {
             Place::Closed => return Ok(()),
             Place::Idle(_) => None,
-            Place::Batched(batch) => {
-                let batch = batch.upgrade().ok_or(Error::Busy("the batch of the sequence"))?;
+            Place::Batched(at) => {
+                batch = at.upgrade().ok_or(Error::Busy("the batch of the sequence"))?;
                 Some(batch.expel(self)?)
             }
         };

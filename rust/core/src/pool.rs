@@ -291,7 +291,8 @@ impl Pool {
     pub(crate) fn refusal(&self, refused: Refused) -> Refusal {
         Refusal {
             why: match refused.why {
-                ledger::Why::Limit => Why::Limit,
+                // Nobody can raise the limit of the root: it is the capacity.
+                ledger::Why::Limit if refused.level != ledger::ROOT => Why::Limit,
                 _ => Why::Claim,
             },
             tier: refused.tier,
@@ -329,22 +330,26 @@ impl Pool {
     ) -> Result<(), Refusal> {
         loop {
             let Err(refused) = attempt() else { return Ok(()) };
+            if self.expire_pins() > 0 {
+                continue;
+            }
             if refused.why != ledger::Why::Limit {
                 return Err(self.refusal(refused));
             }
-            // At a limit the cached pages below it go first, the tenant's own before its neighbours'.
+            // Cached pages are given up only for what fits then.
+            let room = self.ledger.room(Tier::Device, payer, refused.asked);
+            if room.now < refused.asked {
+                let why = if room.level == ledger::ROOT { ledger::Why::Claim } else { ledger::Why::Limit };
+                return Err(self.refusal(Refused { why, level: room.level, room: room.now, ..refused }));
+            }
             let mut missing = refused.asked.0.saturating_sub(refused.room.0).max(1);
             let mut evicted = false;
             while missing > 0 {
-                let mut units = self.evict_units(lane, payer, payer, missing, &mut wanted);
-                let mut tried = Vec::new();
-                while units == 0
-                    && let Some(worst) = self.worst(refused.level, &tried)
-                {
-                    units = self.evict_units(lane, worst, payer, missing, &mut wanted);
-                    tried.push(worst);
-                }
-                if units == 0 {
+                // Never more than needed: the loop comes again.
+                let largest = self.classes.iter().map(|c| c.units).max().unwrap_or(1).max(1);
+                let pages = missing.div_ceil(largest).min(MOST_AT_ONCE) as usize;
+                let (got, units) = self.evict_below(lane, refused.level, payer, pages, &mut wanted);
+                if got == 0 {
                     break;
                 }
                 evicted = true;
@@ -354,28 +359,6 @@ impl Pool {
                 return Err(self.refusal(refused));
             }
         }
-    }
-
-    /// Evict cached pages of `tenant` for `asker` until `missing` units are back: how many came.
-    fn evict_units(
-        &self,
-        lane: Lane,
-        tenant: TenantId,
-        asker: TenantId,
-        missing: u32,
-        wanted: &mut Option<(SizeId, &mut Scratch)>,
-    ) -> u32 {
-        // Never more than needed: the caller comes again.
-        let largest = self.classes.iter().map(|c| c.units).max().unwrap_or(1).max(1);
-        let pages = missing.div_ceil(largest).min(MOST_AT_ONCE) as usize;
-        self.evict_of(
-            lane,
-            tenant,
-            asker,
-            pages,
-            wanted.as_mut().map(|(size, scratch)| (*size, &mut **scratch)),
-        )
-        .1
     }
 
     /// Take `n` new pages of `group` for `payer`: all or none. Appends them to `out`; their frames are then in
@@ -485,7 +468,7 @@ impl Pool {
         got += self.claim_free(lane, size, n.saturating_sub(got), scratch);
         while got < n {
             let evicted = self.evict(lane, payer, n - got, size, scratch);
-            if evicted == 0 && self.quiescence.drain(&self.arenas) == 0 {
+            if evicted == 0 && self.quiescence.drain(&self.arenas) == 0 && self.expire_pins() == 0 {
                 break;
             }
             // What was evicted and fits is in `scratch`; what was of another size may have freed an extent.
@@ -534,34 +517,51 @@ impl Pool {
 
     /// Evict up to `n` cached pages: of the tenants most over their claim first. How many were.
     fn evict(&self, lane: Lane, asker: TenantId, n: usize, size: SizeId, scratch: &mut Scratch) -> usize {
+        let mut wanted = Some((size, scratch));
         let mut evicted = 0;
         while evicted < n {
-            let hint = self.victim.peek();
-            let (mut tenant, mut holds) = (TenantId(hint as u32), hint >> 32);
-            let mut got = 0;
-            if holds > 0 {
-                got = self
-                    .evict_of(lane, tenant, asker, (n - evicted).min(holds as usize), Some((size, scratch)))
-                    .0;
-            }
-            let mut tried = Vec::new();
-            while got == 0
-                && let Some(worst) = self.worst(ROOT, &tried)
-            {
-                (tenant, holds) = (worst, CHOICE_HOLDS.max(u64::from(self.ledger.top()) / 8));
-                got = self
-                    .evict_of(lane, tenant, asker, (n - evicted).min(holds as usize), Some((size, scratch)))
-                    .0;
-                // Its pages are on their way, or others' pages continue them: then it is the next one's turn.
-                tried.push(worst);
-            }
+            let (got, _) = self.evict_below(lane, ROOT, asker, n - evicted, &mut wanted);
             if got == 0 {
                 break;
             }
-            self.victim.put(holds.saturating_sub(got as u64) << 32 | u64::from(tenant.0));
             evicted += got;
         }
         evicted
+    }
+
+    /// Evict some cached pages, `n` at most, in the subtree of `level`: pages, units. At a tenant's limit the asker's own
+    /// go first, in the whole pool those of whoever is most over its claim. In the end neither hits nor protection count:
+    /// they are a bias, and nothing is refused for it.
+    fn evict_below(
+        &self,
+        lane: Lane,
+        level: TenantId,
+        asker: TenantId,
+        n: usize,
+        wanted: &mut Option<(SizeId, &mut Scratch)>,
+    ) -> (usize, u32) {
+        let hint = self.victim.peek();
+        let (mut tenant, mut holds) =
+            if level == ROOT { (TenantId(hint as u32), hint >> 32) } else { (asker, n as u64) };
+        let mut got = (0, 0);
+        if holds > 0 {
+            got = self.evict_of(lane, tenant, asker, n.min(holds as usize), false, wanted);
+        }
+        for last_resort in [false, true] {
+            let mut tried = Vec::new();
+            while got.0 == 0
+                && let Some(worst) = self.worst(level, &tried)
+            {
+                (tenant, holds) = (worst, CHOICE_HOLDS.max(u64::from(self.ledger.top()) / 8));
+                got = self.evict_of(lane, tenant, asker, n.min(holds as usize), last_resort, wanted);
+                // Its pages are on their way, or others' pages continue them: then it is the next one's turn.
+                tried.push(worst);
+            }
+        }
+        if level == ROOT && got.0 > 0 {
+            self.victim.put(holds.saturating_sub(got.0 as u64) << 32 | u64::from(tenant.0));
+        }
+        got
     }
 
     /// The tenant in the subtree of `level` that should give back a cached page first, of those not tried yet.
@@ -577,15 +577,20 @@ impl Pool {
         tenant: TenantId,
         asker: TenantId,
         n: usize,
-        mut wanted: Option<(SizeId, &mut Scratch)>,
+        last_resort: bool,
+        wanted: &mut Option<(SizeId, &mut Scratch)>,
     ) -> (usize, u32) {
         let now = self.ticks();
+        let next = || match last_resort {
+            false => self.orders.victim(&self.pages, tenant, now),
+            true => self.orders.drain_one(&self.pages, tenant),
+        };
         let (mut pages, mut units) = (0, 0);
         while pages < n
-            && let Some(id) = self.orders.victim(&self.pages, tenant, now)
+            && let Some(id) = next()
         {
             let (class, location) = self.take_out(id);
-            match &mut wanted {
+            match wanted {
                 Some((size, scratch)) if class.size == *size && location.tier() == Some(Tier::Device) => {
                     scratch.ids.push(id);
                     scratch.frames.push(location.frame());

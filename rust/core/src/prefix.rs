@@ -285,7 +285,12 @@ impl Pool {
     fn places(&self, group: GroupId, n: u32) -> std::ops::Range<u32> {
         match self.spec.groups()[group.as_usize()].kind {
             GroupKind::State => n.saturating_sub(1)..n,
-            _ => self.spec.first_needed(group, n * self.spec.page_tokens()).min(n)..n,
+            // Behind the border of a chunk no page is needed. Without an anchor the last one stands for the chain: what
+            // nobody ever wrote is no hit.
+            _ => {
+                let most = if self.spec.anchor().is_none() { n.saturating_sub(1) } else { n };
+                self.spec.first_needed(group, n * self.spec.page_tokens()).min(most)..n
+            }
         }
     }
 

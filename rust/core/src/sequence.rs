@@ -33,6 +33,7 @@ use crate::{
     evict::Protection,
     hash::{ChainKey, Context},
     index::Parent,
+    ledger::ROOT,
     life::Names,
     pool::{Pool, Scratch},
     prefix::{Hit, Prompt, Range, scope_at},
@@ -180,7 +181,9 @@ impl Pool {
         let lane = self.next_lane();
         let _op = self.enter(lane);
         if open.admit {
-            self.check_ever(tenant, total)?;
+            // Whoever pays, it has to fit into the pool; with nothing shared this is the whole answer, before any lookup.
+            let payer = open.share.first().map_or(tenant, |_| ROOT);
+            self.check_ever(tenant, &[(payer, self.need(total))])?;
         }
         let mut scratch = Scratch::default();
         let root = self.hasher.root(&Context {
@@ -198,11 +201,13 @@ impl Pool {
         body.fallbacks = fallbacks(&asked, &body.ranges, tenant);
         body.protection = self.protection(&open);
         if open.admit
-            && let Err(refusal) = body.reserve(self, total)
+            && let Err(error) = body.reserve(self, total)
         {
             body.release_all(self, &mut scratch);
-            self.count_refusal(lane, &refusal);
-            return Err(refusal.into());
+            if let Error::Refused(refusal) = &error {
+                self.count_refusal(lane, refusal);
+            }
+            return Err(error);
         }
         body.admitted = if open.max_new_tokens > 0 { total } else { 0 };
         Ok(Sequence::handle(self, body))
@@ -372,7 +377,7 @@ impl Body {
     }
 
     /// Reserve what the sequence will need on its way to `total` tokens and does not hold yet.
-    fn reserve(&mut self, pool: &Pool, total: u32) -> Result<(), Refusal> {
+    fn reserve(&mut self, pool: &Pool, total: u32) -> Result<(), Error> {
         let page_tokens = pool.spec.page_tokens();
         for (g, info) in pool.groups.iter().enumerate() {
             let group = GroupId(g as u8);
@@ -393,12 +398,22 @@ impl Body {
                 self.add_promise(self.tenant, peak.saturating_sub(have).saturating_mul(info.units));
             }
         }
-        for at in 0..self.promises.len() {
-            let (payer, units) = self.promises[at];
-            if let Err(refusal) = pool.promise(self.lane, payer, units) {
-                self.promises.truncate(at);
-                return Err(refusal);
+        let promises = std::mem::take(&mut self.promises);
+        if !self.ranges.is_empty() {
+            let mut need: Vec<_> = promises.iter().map(|&(payer, units)| (payer, u64::from(units))).collect();
+            for page in self.tables.iter().flat_map(Table::live) {
+                let payer = pool.pages.payer(page.id);
+                let units = u64::from(pool.units_of(page.id));
+                match need.iter_mut().find(|n| n.0 == payer) {
+                    Some(sum) => sum.1 += units,
+                    None => need.push((payer, units)),
+                }
             }
+            pool.check_ever(self.tenant, &need)?;
+        }
+        for (payer, units) in promises {
+            pool.promise(self.lane, payer, units)?;
+            self.promises.push((payer, units));
         }
         self.promised = self.promise_of(self.tenant).map_or(0, |p| *p);
         Ok(())

@@ -18,8 +18,7 @@ pub(crate) fn bytes(value: &Bound<'_, PyAny>) -> PyResult<u64> {
 
 /// A whole number in a range; a bool is none.
 pub(crate) fn number(value: &Bound<'_, PyAny>, name: &str, least: u64, most: u64) -> PyResult<u64> {
-    let given: Option<i128> = if value.is_instance_of::<PyBool>() { None } else { index(value) };
-    match given {
+    match integer(value) {
         Some(n) if n >= i128::from(least) && n <= i128::from(most) => Ok(n as u64),
         _ => Err(InvalidArgument::new_err(format!(
             "{name} is {}; it must be a whole number from {least} to {most}",
@@ -83,7 +82,25 @@ pub(crate) fn shown(value: &Bound<'_, PyAny>) -> String {
 
 /// A one-dimensional, contiguous buffer of exactly this type.
 fn flat<T: Element>(value: &Bound<'_, PyAny>) -> Option<PyBuffer<T>> {
-    PyBuffer::<T>::get(value).ok().filter(|b| b.dimensions() == 1 && b.is_c_contiguous())
+    buffer(value).filter(|b| b.dimensions() == 1 && b.is_c_contiguous())
+}
+
+/// A buffer of this type in the machine's own byte order, which `PyBuffer` itself does not look at.
+pub(crate) fn buffer<T: Element>(value: &Bound<'_, PyAny>) -> Option<PyBuffer<T>> {
+    let foreign: &[u8] = if cfg!(target_endian = "little") { b">!" } else { b"<" };
+    let own = |b: &PyBuffer<T>| b.format().to_bytes().first().is_none_or(|order| !foreign.contains(order));
+    PyBuffer::get(value).ok().filter(own)
+}
+
+/// A whole number of Python's; a bool is none.
+pub(crate) fn integer(value: &Bound<'_, PyAny>) -> Option<i128> {
+    if value.is_instance_of::<PyBool>() { None } else { index(value) }
+}
+
+/// Text that can be written as UTF-8.
+pub(crate) fn text(value: &Bound<'_, PyAny>) -> PyResult<String> {
+    let text = value.cast::<PyString>().ok().and_then(|text| Some(text.to_str().ok()?.to_owned()));
+    text.ok_or_else(|| InvalidArgument::new_err(format!("{} is no valid text", shown(value))))
 }
 
 /// The elements of a buffer of any integer type.
@@ -198,7 +215,10 @@ pub(crate) fn with_int32<R>(
     })?;
     let numbers = items.map(|item| {
         let item = item?;
-        item.extract::<i32>().map_err(|_| outside(&shown(&item)))
+        match item.extract::<i32>() {
+            Ok(number) if !item.is_instance_of::<PyBool>() => Ok(number),
+            _ => Err(outside(&shown(&item))),
+        }
     });
     Ok(f(&numbers.collect::<PyResult<Vec<_>>>()?))
 }
@@ -222,30 +242,35 @@ pub(crate) fn references(value: &Bound<'_, PyAny>) -> PyResult<Vec<PageRef>> {
     items
         .map(|item| {
             let item = item?;
-            item.extract::<i128>()
-                .map_err(|_| InvalidArgument::new_err(format!("{} is no page reference", shown(&item))))
+            let number = integer(&item);
+            number
+                .ok_or_else(|| InvalidArgument::new_err(format!("{} is no page reference", shown(&item))))
                 .and_then(reference)
         })
         .collect()
 }
 
 /// Seconds as milliseconds.
-pub(crate) fn milliseconds(name: &str, seconds: Option<f64>) -> PyResult<Option<u64>> {
-    let Some(seconds) = seconds else { return Ok(None) };
-    let ms = (seconds * 1000.0).ceil();
-    if seconds >= 0.0 && ms < 1e15 {
-        Ok(Some(ms as u64))
-    } else {
-        Err(InvalidArgument::new_err(format!(
-            "{name} is {seconds} seconds; it must be a number from 0 to 10^12"
-        )))
+pub(crate) fn milliseconds(value: &Bound<'_, PyAny>, name: &str) -> PyResult<u64> {
+    let seconds = if value.is_instance_of::<PyBool>() { None } else { value.extract::<f64>().ok() };
+    match seconds.map(|s| (s * 1000.0).ceil()) {
+        Some(ms) if (0.0..1e15).contains(&ms) => Ok(ms as u64),
+        _ => Err(InvalidArgument::new_err(format!(
+            "{name} is {}; it must be a number of seconds from 0 to 10^12",
+            shown(value)
+        ))),
     }
+}
+
+/// A time to live, in milliseconds; `None` is no end.
+pub(crate) fn ttl(value: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+    if value.is_none() { Ok(None) } else { milliseconds(value, "ttl").map(Some) }
 }
 
 /// A key as the hash takes it.
 pub(crate) fn text_or_bytes(value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     if let Ok(text) = value.cast::<PyString>() {
-        return Ok(text.to_str()?.as_bytes().to_vec());
+        return self::text(text).map(String::into_bytes);
     }
     if let Ok(bytes) = value.cast::<PyBytes>() {
         return Ok(bytes.as_bytes().to_vec());

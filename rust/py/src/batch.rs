@@ -472,6 +472,7 @@ impl Batch {
     /// int : Steps that wait for their commit.
     #[getter]
     fn outstanding(&self, py: Python<'_>) -> PyResult<usize> {
+        self.inner.owner.live()?;
         self.inner.core.outstanding().map_err(|e| self.error(py, &e))
     }
 

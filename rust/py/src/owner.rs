@@ -68,8 +68,8 @@ impl Owner {
                 args::shown(value)
             )));
         };
-        let name = name.to_str()?;
-        self.core.ledger().find(name).or(default).ok_or_else(|| {
+        let id = name.to_str().ok().and_then(|name| self.core.ledger().find(name));
+        id.or(default).ok_or_else(|| {
             let known: Vec<_> = self.core.ledger().ids().filter_map(|t| self.core.ledger().name(t)).take(8).collect();
             UnknownTenant::new_err(format!(
                 "there is no tenant {}; known are {known:?}. Make it with pool.tenant(...), or give the pool a default_tenant",

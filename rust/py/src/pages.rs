@@ -10,7 +10,7 @@ use kvalloc_core::{
 };
 use pyo3::{
     prelude::*,
-    types::{PyBytes, PyInt, PyString},
+    types::{PyBytes, PyString},
 };
 
 use crate::{args, arrays, errors::InvalidArgument, owner::Owner};
@@ -82,9 +82,7 @@ fn keys(value: &Bound<'_, PyAny>) -> PyResult<Vec<Key>> {
             if let Ok(bytes) = item.cast::<PyBytes>() {
                 return Ok(Key::Bytes(bytes.as_bytes().to_vec()));
             }
-            let int =
-                if item.is_instance_of::<PyInt>() { item.clone() } else { item.call_method0("__index__")? };
-            int.extract().map(Key::Int).map_err(|_| {
+            args::integer(&item).map(Key::Int).ok_or_else(|| {
                 InvalidArgument::new_err(format!(
                     "key {} at position {at} is neither bytes nor a 128-bit int",
                     args::shown(&item)

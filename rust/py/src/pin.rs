@@ -88,7 +88,8 @@ impl Pin {
 
     #[pyo3(signature = (*_exception))]
     fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyAny>) -> PyResult<()> {
-        match self.owner.live()?.unpin(self.id) {
+        let Ok(core) = self.owner.live() else { return Ok(()) };
+        match core.unpin(self.id) {
             // It expired meanwhile, or was unpinned inside the block.
             Ok(()) | Err(Error::Pin(_)) => Ok(()),
             Err(error) => Err(self.owner.error(py, &error)),

@@ -6,6 +6,7 @@ use kvalloc_core::{
     arrays::Shape,
     error::Error,
     hash::Secret,
+    ledger::ROOT,
     pool::{Options, Pool as Core},
     sequence::Open,
     spec::Spec as CoreSpec,
@@ -14,7 +15,7 @@ use kvalloc_core::{
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
-    args::{self, Given, milliseconds, text_or_bytes},
+    args::{self, Given, text_or_bytes},
     batch::Batch,
     books::{Admission, AuditReport},
     errors::{self, InvalidArgument},
@@ -126,7 +127,7 @@ impl Pool {
         host_bytes: Option<&Bound<'_, PyAny>>,
         secret: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::max_tenants)] max_tenants: u32,
-        default_tenant: Option<&str>,
+        default_tenant: Option<&Bound<'_, PyAny>>,
         compare_tokens: bool,
         clock: &str,
         #[pyo3(from_py_with = args::events)] events: u32,
@@ -170,9 +171,11 @@ impl Pool {
             Core::new(geometry.clone(), &options).map_err(|e| InvalidArgument::new_err(e.to_string()))?;
         let owner = Owner::new(core);
         let default = default_tenant
-            .map(|name| owner.core.ledger().create(kvalloc_core::ledger::ROOT, name, &Default::default()))
-            .transpose()
-            .map_err(|e| errors::TenantError::new_err(e.to_string()))?;
+            .map(|name| {
+                let made = owner.core.ledger().create(ROOT, &args::text(name)?, &Default::default());
+                made.map_err(|e| errors::TenantError::new_err(e.to_string()))
+            })
+            .transpose()?;
         if events > 0 {
             owner.core.turn_events(true);
         }
@@ -235,7 +238,7 @@ impl Pool {
     #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
     fn tenant(
         &self,
-        name: &str,
+        #[pyo3(from_py_with = args::text)] name: String,
         reserve: Given<'_>,
         limit: Given<'_>,
         weight: Given<'_>,
@@ -247,7 +250,7 @@ impl Pool {
     ) -> PyResult<Tenant> {
         let owner = self.live().map(|_| &self.owner)?;
         let changes = Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend };
-        tenant::create(owner, name, &changes)
+        tenant::create(owner, &name, &changes)
     }
 
     /// Take a tenant out of the tree; its cached pages become free.
@@ -428,14 +431,13 @@ impl Pool {
         #[pyo3(from_py_with = args::adapter_generation)] adapter_generation: u64,
         extra_key: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::priority)] priority: u8,
-        ttl: Option<f64>,
+        #[pyo3(from_py_with = args::ttl)] ttl: Option<u64>,
         admit: bool,
     ) -> PyResult<Sequence> {
         let core = self.live()?;
         let id = self.owner.tenant(tenant, self.default)?;
         let tokens = args::tokens(prompt_ids, max_new_tokens as usize)?;
         let share = share.map_or(Ok(Vec::new()), |share| self.share(share))?;
-        let ttl = milliseconds("ttl", ttl)?;
         let adapter = adapter.map(text_or_bytes).transpose()?;
         let extra_key = extra_key.map(text_or_bytes).transpose()?;
         let open = Open {
@@ -559,21 +561,21 @@ impl Pool {
     /// (4, True, 0)
     /// >>> acme.pinned, acme.cached == pin.bytes
     /// (0, True)
-    #[pyo3(signature = (sequence, tokens, *, owner, ttl = None, label = ""))]
+    #[pyo3(signature = (sequence, tokens, *, owner, ttl = None, label = None))]
     fn pin(
         &self,
         py: Python<'_>,
         sequence: &Sequence,
         #[pyo3(from_py_with = args::tokens_to_pin)] tokens: u32,
         owner: &Bound<'_, PyAny>,
-        ttl: Option<f64>,
-        label: &str,
+        #[pyo3(from_py_with = args::ttl)] ttl: Option<u64>,
+        label: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Pin> {
         let core = self.live()?;
         let owner = self.owner.tenant(owner, None)?;
-        let pin = core
-            .pin(&sequence.core, tokens, owner, milliseconds("ttl", ttl)?, label)
-            .map_err(|e| self.owner.error(py, &e))?;
+        let label = label.map(args::text).transpose()?.unwrap_or_default();
+        let pin =
+            core.pin(&sequence.core, tokens, owner, ttl, &label).map_err(|e| self.owner.error(py, &e))?;
         Ok(Pin::new(&self.owner, core.pins(Some(owner)).into_iter().find(|p| p.id == pin), pin))
     }
 
@@ -705,9 +707,9 @@ impl Pool {
     /// ------
     /// InvalidArgument
     ///     The clock is the system's, or ``seconds`` is negative or no number.
-    fn advance(&self, py: Python<'_>, seconds: f64) -> PyResult<f64> {
+    fn advance(&self, py: Python<'_>, seconds: &Bound<'_, PyAny>) -> PyResult<f64> {
         let core = self.live()?;
-        let ms = milliseconds("seconds", Some(seconds))?.unwrap_or(0);
+        let ms = args::milliseconds(seconds, "seconds")?;
         core.advance(ms).map(|now| now as f64 / 1000.0).map_err(|e| self.owner.error(py, &e))
     }
 

@@ -76,8 +76,9 @@ impl Sequence {
 impl Sequence {
     /// Tenant or None : Whose it is; None if that tenant is gone.
     #[getter]
-    fn tenant(&self) -> Option<Tenant> {
-        Tenant::of(&self.owner, self.core.tenant())
+    fn tenant(&self) -> PyResult<Option<Tenant>> {
+        self.owner.live()?;
+        Ok(Tenant::of(&self.owner, self.core.tenant()))
     }
 
     /// int : Tokens whose ids are known.
@@ -136,7 +137,7 @@ impl Sequence {
     /// bool : Whether it was closed.
     #[getter]
     fn closed(&self) -> bool {
-        self.core.is_closed()
+        self.owner.live().is_err() || self.core.is_closed()
     }
 
     /// References to its pages of a layer group.
@@ -347,6 +348,9 @@ impl Sequence {
     }
 
     fn __repr__(&self) -> String {
+        if self.owner.live().is_err() {
+            return "<kvalloc.Sequence of the parent process>".into();
+        }
         let tenant = name_of(&self.owner.core, self.core.tenant());
         match self.core.counts() {
             Ok(Counts { known, slots, written, cached, .. }) => format!(

@@ -8,6 +8,8 @@ use pyo3::{
     types::{PyDict, PyList},
 };
 
+use crate::args;
+
 /// Counters of what happened since the pool was made: attributes, and a mapping from name to count. From `Pool.stats`.
 ///
 /// Counters only grow. Within one snapshot no effect is ahead of its cause: hits are never more than queries.
@@ -98,8 +100,8 @@ macro_rules! stats {
                 self.counts.keys().copied().collect()
             }
 
-            fn __getitem__(&self, name: &str) -> PyResult<u64> {
-                self.counts.get(name).copied().ok_or_else(|| {
+            fn __getitem__(&self, #[pyo3(from_py_with = args::text)] name: String) -> PyResult<u64> {
+                self.counts.get(name.as_str()).copied().ok_or_else(|| {
                     pyo3::exceptions::PyKeyError::new_err(format!("{name:?}; known are {:?}", self.keys()))
                 })
             }
@@ -112,8 +114,8 @@ macro_rules! stats {
                 self.counts.len()
             }
 
-            fn __contains__(&self, name: &str) -> bool {
-                self.counts.contains_key(name)
+            fn __contains__(&self, name: &Bound<'_, PyAny>) -> bool {
+                args::text(name).is_ok_and(|name| self.counts.contains_key(name.as_str()))
             }
 
             fn __repr__(&self) -> String {

@@ -38,6 +38,7 @@ impl Step {
     }
 
     fn last<R>(&self, py: Python<'_>, see: impl FnOnce(&kvalloc_core::batch::Step) -> R) -> PyResult<R> {
+        self.inner.owner.live()?;
         self.inner.core.last(see).map_err(|e| self.inner.owner.error(py, &e))
     }
 }
@@ -69,11 +70,10 @@ impl Step {
         let refused = self.last(py, |s| s.refused.clone())?;
         refused
             .into_iter()
-            .map(|(row, refusal)| {
-                let core =
-                    self.inner.core.sequence(row as usize).map_err(|e| self.inner.owner.error(py, &e))?;
+            .map(|refused| {
+                let core = refused.sequence.upgrade();
                 let sequence = core.map(|core| Sequence { owner: self.inner.owner.clone(), core });
-                Refusal::new(py, &self.inner.owner, row, sequence, &refusal)
+                Refusal::new(py, &self.inner.owner, refused.row, sequence, &refused.refusal)
             })
             .collect()
     }

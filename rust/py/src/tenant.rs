@@ -353,6 +353,9 @@ impl Tenant {
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        if self.owner.live().is_err() {
+            return Ok(format!("<kvalloc.Tenant {:?} of the parent process>", self.name));
+        }
         let format = py.import("kvalloc.sizes")?.getattr("format_bytes")?;
         let show = |bytes: u64| format.call1((bytes,))?.extract::<String>();
         let limit = self.limit()?.map_or(Ok("none".to_owned()), show)?;
