@@ -310,7 +310,7 @@ impl Batch {
     /// # Errors
     /// Busy; no step waits; as many tokens as rows. Then nothing was done.
     pub fn commit(&self, sampled: Option<&[i32]>) -> Result<(), Error> {
-        let Shared { pool, member, .. } = &*self.shared;
+        let Shared { pool, shape, member, .. } = &*self.shared;
         let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
         let Some(record) = inner.outstanding.front() else {
             return Err(Error::Argument("no step waits for a commit; call step first".into()));
@@ -325,7 +325,7 @@ impl Batch {
             )));
         }
         let _op = pool.enter(inner.lane);
-        inner.commit(pool, sampled);
+        inner.commit(pool, *shape, sampled);
         if inner.outstanding.is_empty() {
             pool.quiescence.quiesce(*member);
         }
@@ -723,7 +723,7 @@ impl Inner {
         }
         let mut count = count.min(shape.tokens - slots);
         if self.hot.written[row] >= self.hot.trim[row] {
-            self.trim_row(pool, shape, row);
+            self.trim_row(pool, shape, row, self.hot.written[row]);
         }
         if self.rows[row].body.shared_tail {
             self.unshare_tail(pool, shape, row)?;
@@ -761,9 +761,9 @@ impl Inner {
         }
     }
 
-    fn trim_row(&mut self, pool: &Pool, shape: Shape, row: usize) {
+    fn trim_row(&mut self, pool: &Pool, shape: Shape, row: usize, next: u32) {
         let body = &mut self.rows[row].body;
-        body.trim(pool, self.lane, &mut self.scratch);
+        body.trim(pool, self.lane, next, &mut self.scratch);
         for (g, table) in body.tables.iter().enumerate() {
             let start = (table.start as usize).min(shape.pages);
             self.arrays.group(g).block_table[row * shape.pages..][..start].fill(0);
@@ -901,7 +901,7 @@ impl Inner {
         self.outstanding.push_back(record);
     }
 
-    fn commit(&mut self, pool: &Pool, sampled: Option<&[i32]>) {
+    fn commit(&mut self, pool: &Pool, shape: Shape, sampled: Option<&[i32]>) {
         let Some(mut record) = self.outstanding.pop_front() else { return };
         let mut written = 0;
         for entry in 0..record.rows {
@@ -929,6 +929,12 @@ impl Inner {
                 body.count_hits(pool, self.lane);
                 body.publish(pool, self.lane, &mut self.scratch);
                 hot.publish[row] = body.next_publish(pool.spec.page_tokens());
+            }
+            // A page late, so that a draft that is rejected now can still be taken back; the next step does the rest.
+            let page_tokens = pool.spec.page_tokens();
+            if now >= self.hot.trim[row].saturating_add(page_tokens) {
+                self.sync_out(row);
+                self.trim_row(pool, shape, row, now - page_tokens);
             }
         }
         if !record.sources.is_empty() {

@@ -217,6 +217,20 @@ impl Pool {
         (n, refused)
     }
 
+    /// A page that has just been let go by all, and of which there is another copy, ends at once: sequences that built the
+    /// same prefix at the same time keep one copy of it. The caller would put it into the order, so nobody else evicts it.
+    fn drop_twin(&self, id: PageId) -> bool {
+        let first = PageRef::from_bits(self.pages.prefix(id)).id;
+        if first == id || self.pages.children(id) > 0 || !self.index.has_copy(&self.pages, id) {
+            return false;
+        }
+        let taken = self.pages.transit(id, |w| w.evict()).is_ok();
+        if taken {
+            self.expel(id);
+        }
+        taken
+    }
+
     /// One more reference on each page, by somebody who holds them (a fork). Stops at a page with too many references:
     /// how many got one.
     pub(crate) fn hold_again(&self, pages: impl Iterator<Item = PageRef>) -> usize {
@@ -321,7 +335,9 @@ impl Pool {
         if parked > 0 {
             self.ledger.park(tier, payer, Units(parked));
             for &id in &scratch.queue {
-                self.orders.enqueue(&self.pages, payer, id);
+                if !self.drop_twin(id) {
+                    self.orders.enqueue(&self.pages, payer, id);
+                }
             }
         }
         if !scratch.ids.is_empty() {
