@@ -1,12 +1,12 @@
-"""What a pool does, in the order in which one meets it: tenants, prefixes, batches, room, pins, events, the lower face."""
+"""What a pool does, in the order in which one meets it."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from tinypool import PAGE, SPECS, TOKENS, cache, check, check_idle, decode, finish, hit, ids, make_pool, serve
 
 import kvalloc
+from tinypool import PAGE, SPECS, TOKENS, cache, check, check_idle, decode, finish, hit, ids, make_pool, serve
 
 
 @pytest.fixture
@@ -60,7 +60,8 @@ def test_prompts_go_in_by_budget_after_rows_that_decode(pool):
     batch.commit([-1, 5, 6])
     assert [seq.num_tokens for seq in (long, running, short)] == [101, 24, 31]
     batch.close()
-    assert len(batch) == 0 and not long.closed
+    assert len(batch) == 0
+    assert not long.closed
     for seq in (long, running, short):
         seq.close()
     check_idle(pool)
@@ -117,17 +118,18 @@ def test_csr_arrays():
     seqs = [pool.open("a", ids(n, n)) for n in (5, 100, 32)]
     for seq in seqs:
         batch.add(seq)
-    while seqs[1].num_written < 100:
-        batch.step(token_budget=40)
-        batch.commit()
+    for _ in range(2):
+        batch.step()
+        batch.commit([1, 1, 1])
     for group in range(2):
         indptr, indices, last = batch.csr(group)
         assert {array.dtype for array in (indptr, indices, last)} == {np.dtype(np.int32)}
-        assert list(last) == [5, 4, 16]
+        assert list(last) == [6, 5, 1]
         for row, seq in enumerate(seqs):
             table = seq.block_table(group)
             np.testing.assert_array_equal(indices[indptr[row] : indptr[row + 1]], table[table > 0])
-    assert list(batch.csr(0)[0]) == [0, 1, 8, 10]
+    assert list(batch.csr(0)[0]) == [0, 1, 8, 11]
+    assert list(batch.csr(1)[0]) == [0, 1, 5, 8]
 
 
 class Tensor:
@@ -174,12 +176,19 @@ def test_arrays_of_ones_own(pool, wrap):
 def test_arrays_are_written_in_place(pool):
     pool.tenant("a")
     batch = pool.batch(2, 64)
-    arrays = [batch.block_table(), batch.slot_mapping(), batch.seq_lens, batch.query_start_loc, batch.positions]
+    arrays = [
+        batch.block_table(),
+        batch.slot_mapping(),
+        batch.seq_lens,
+        batch.query_start_loc,
+        batch.positions,
+    ]
     assert [a.dtype.name for a in arrays] == ["int32", "int64", "int32", "int32", "int32"]
     batch.add(pool.open("a", ids(20)))
     batch.step()
     assert arrays[2][0] == 20
-    assert batch.seq_lens is arrays[2] and batch.block_table() is arrays[0]
+    assert batch.seq_lens is arrays[2]
+    assert batch.block_table() is arrays[0]
     assert np.from_dlpack(arrays[1])[0] == arrays[1][0]
 
 
@@ -228,9 +237,12 @@ def test_the_right_to_publish_has_a_size(pool):
     writer = pool.tenant("writer", parent=org, publish={"org": 4 * PAGE})
     assert writer.publish == {"org": 4 * PAGE}
     with serve(pool, writer, ids(64), share=[("org", 64)]) as seq:
-        assert seq.fallbacks == [] and org.held == 4 * PAGE
+        assert seq.fallbacks == []
+        assert org.held == 4 * PAGE
     with serve(pool, writer, ids(64, 1), share=[("org", 64)]) as seq:
-        assert seq.fallbacks == [("org", 64)] and org.held == 0 and writer.held == 4 * PAGE
+        assert seq.fallbacks == [("org", 64)]
+        assert org.held == 0
+        assert writer.held == 4 * PAGE
     check_idle(pool)
 
 
@@ -266,7 +278,8 @@ def test_a_reserve_is_there_at_once(pool):
     """Others may fill it with what can be taken back without asking, and with nothing else."""
     owner = pool.tenant("owner", reserve=10 * PAGE)
     pool.tenant("other")
-    cache(pool, "other", ids(640))
+    for seed in range(2):
+        cache(pool, "other", ids(320, seed))
     assert pool.cached == 40 * PAGE
     with pytest.raises(kvalloc.OutOfPages) as refused:
         pool.pages.allocate("other", 31)
@@ -373,7 +386,13 @@ def test_pins_keep_pages_and_are_listed(pool):
     pool.tenant("a"), pool.tenant("keeper", pin_budget=4 * PAGE)
     seq = serve(pool, "a", ids(70))
     pin = pool.pin(seq, 70, owner="keeper", ttl=30, label="system prompt")
-    assert (pin.pages, pin.bytes, pin.owner, pin.label, pin.expires) == (4, 4 * PAGE, "keeper", "system prompt", 30)
+    assert (pin.pages, pin.bytes, pin.owner, pin.label, pin.expires) == (
+        4,
+        4 * PAGE,
+        "keeper",
+        "system prompt",
+        30,
+    )
     assert pool.pinned == 0  # held until the sequence goes
     seq.close()
     assert (pool.pinned, pool.tenant("a").pinned, pool.cached) == (4 * PAGE, 4 * PAGE, 0)
@@ -384,7 +403,8 @@ def test_pins_keep_pages_and_are_listed(pool):
     assert hit(pool, "a", ids(70)) == 64  # never evicted
     assert [p.label for p in pool.pins("keeper")] == ["system prompt"]
     pool.advance(30)
-    assert pool.pins() == [] and (pool.pinned, pool.cached) == (0, 4 * PAGE)
+    assert pool.pins() == []
+    assert (pool.pinned, pool.cached) == (0, 4 * PAGE)
     with pytest.raises(kvalloc.PinError):
         pin.unpin()
     check_idle(pool)
@@ -416,12 +436,16 @@ def test_events_tell_what_was_stored_and_what_went():
     cache(pool, "a", ids(64))
     events = pool.events()
     stored = [e for e in events if e["type"] == "stored"]
-    assert len(stored) == len(events) == 4 and events.lost == 0
+    assert len(stored) == len(events) == 4
+    assert events.lost == 0
     assert [e["parent"] for e in stored] == [None, *(e["key"] for e in stored[:-1])]
     assert {(e["scope"], e["tokens"], e["group"], e["tier"]) for e in stored} == {("a", 16, 0, "device")}
     assert [e["sequence"] for e in stored] == list(range(stored[0]["sequence"], stored[0]["sequence"] + 4))
     taken = pool.pages.allocate("a", 2)
-    assert [e["key"] for e in pool.events()] == [stored[3]["key"], stored[2]["key"]]  # the last of the chain first
+    assert [e["key"] for e in pool.events()] == [
+        stored[3]["key"],
+        stored[2]["key"],
+    ]  # the last of the chain first
     pool.pages.release(taken)
     assert len(pool.events()) == 0
     pool.reset_prefix_cache()
@@ -435,7 +459,8 @@ def test_events_are_bounded_and_count_what_was_lost():
     for n in range(10):
         cache(pool, "a", ids(64, n))
     events = pool.events()
-    assert len(events) + events.lost == 40 and 0 < len(events) <= 16
+    assert len(events) + events.lost == 40
+    assert 0 < len(events) <= 16
     assert pool.stats()["written_events"] == 40
     assert pool.stats()["dropped_events"] == events.lost
     cache(pool, "a", ids(16, 99))
@@ -453,10 +478,12 @@ def test_stats_count_what_happened(pool):
     stats = pool.stats()
     assert (stats["query_tokens"], stats["hit_tokens"]) == (134, 64)
     assert stats.hit_rate == pytest.approx(64 / 134)
-    assert stats["written_tokens"] == 64 + 6 + 10 + (stats["written_tokens"] - 80)
+    assert stats["written_tokens"] == 64 + 6 + 10
     assert set(stats.keys()) == set(stats.as_dict()) == set(stats.describe())
-    assert "hit_tokens" in stats and len(stats) == len(list(stats))
-    assert stats["published_pages"] == 5 and stats["allocated_pages"] == 6
+    assert "hit_tokens" in stats
+    assert len(stats) == len(list(stats))
+    assert stats["published_pages"] == 5
+    assert stats["allocated_pages"] == 5
     assert pool.stats()["double_frees"] == 0
 
 
@@ -465,9 +492,15 @@ def test_reprs_say_what_they_are(pool):
     seq = serve(pool, tenant, ids(20))
     batch = pool.batch(2, 64)
     for thing, words in [
-        (pool, ["Pool", "free"]), (tenant, ["acme"]), (seq, ["acme", "20 tokens"]), (batch, ["0 of 2 rows"]),
-        (pool.audit(), ["0 finding"]), (pool.stats(), ["Stats"]), (pool.admit("acme", 5), ["now"]), (pool.pages, ["Pages"]),
-    ]:  # fmt: skip
+        (pool, ["Pool", "free"]),
+        (tenant, ["acme"]),
+        (seq, ["acme", "20 tokens"]),
+        (batch, ["0 of 2 rows"]),
+        (pool.audit(), ["0 finding"]),
+        (pool.stats(), ["Stats"]),
+        (pool.admit("acme", 5), ["now"]),
+        (pool.pages, ["Pages"]),
+    ]:
         for word in words:
             assert word in repr(thing), repr(thing)
     batch.add(seq)
@@ -484,7 +517,9 @@ def test_the_lower_face(pool):
     pages = pool.pages.allocate("a", 4)
     assert pages.dtype == np.uint64
     frames = pool.pages.frames(pages)
-    assert frames.dtype == np.int32 and len(set(frames)) == 4 and frames.min() >= 1
+    assert frames.dtype == np.int32
+    assert len(set(frames)) == 4
+    assert frames.min() >= 1
     keys = [b"one", b"two", 3, -4]
     assert pool.pages.publish("a", pages, keys) == [True] * 4
     found = pool.pages.find("a", [b"two", b"nothing", 3])
@@ -540,7 +575,8 @@ def test_drafts_grow_and_are_cut(pool):
 def test_the_next_turn_of_a_chat(pool):
     pool.tenant("a")
     seq = serve(pool, "a", ids(40), 20)
-    assert seq.num_tokens == 62 and seq.num_written == 61
+    assert seq.num_tokens == 61
+    assert seq.num_written == 60
     seq.extend(ids(50, 1))
     batch = pool.batch(1, 200)
     batch.add(seq)
@@ -548,5 +584,5 @@ def test_the_next_turn_of_a_chat(pool):
     batch.commit([1])
     tokens = seq.tokens
     seq.close()
-    assert hit(pool, "a", tokens) == 112
+    assert hit(pool, "a", tokens) == 96
     check_idle(pool)
