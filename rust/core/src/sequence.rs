@@ -197,7 +197,7 @@ impl Pool {
         let hit = self.find_prefix(lane, &prompt, &mut ranges, &mut scratch);
         self.settle_ranges(tenant, &mut ranges, &hit);
         let tokens = std::mem::take(&mut open.tokens);
-        let mut body = Body::new(tenant, lane, tokens, root, ranges, hit, self);
+        let mut body = Body::new(tenant, lane, tokens, open.max_new_tokens, root, ranges, hit, self);
         body.fallbacks = fallbacks(&asked, &body.ranges, tenant);
         body.protection = self.protection(&open);
         if open.admit
@@ -271,6 +271,9 @@ impl Pool {
     }
 }
 
+/// Room made in advance for at most so many new tokens.
+const MOST_ROOM: u32 = 1 << 16;
+
 /// The longest sequence there can be; the counts have room above it.
 pub const MAX_TOKENS: u32 = 1 << 30;
 
@@ -292,7 +295,8 @@ impl Body {
     fn new(
         tenant: TenantId,
         lane: Lane,
-        tokens: Vec<u32>,
+        mut tokens: Vec<u32>,
+        max_new: u32,
         root: ChainKey,
         ranges: Vec<Range>,
         hit: Hit,
@@ -303,10 +307,15 @@ impl Body {
             .any(|g| pool.is_state(GroupId(g as u8)) && hit.tables.get(g).is_some_and(|t| !t.1.is_empty()));
         let mut keys = hit.keys;
         keys.drain(..keys.len().saturating_sub(KEPT_KEYS));
+        // So that steps don't allocate; but an absurd bound takes no memory before it is used.
+        let room =
+            (tokens.len() + max_new.min(MOST_ROOM) as usize).div_ceil(pool.spec.page_tokens() as usize);
+        tokens.reserve(max_new.min(MOST_ROOM) as usize);
         let tables = hit.tables.into_iter().enumerate().map(|(g, (start, live))| {
             let start = if pool.is_state(GroupId(g as u8)) { 0 } else { start };
             let dead = PageRef::from_bits(0);
-            let pages = std::iter::repeat_n(dead, start as usize).chain(live).collect();
+            let mut pages = Vec::with_capacity(room.max(start as usize + live.len()));
+            pages.extend(std::iter::repeat_n(dead, start as usize).chain(live));
             Table { start, pages }
         });
         Self {
