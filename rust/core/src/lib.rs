@@ -42,8 +42,6 @@ pub mod pins;
 pub mod pool;
 mod prefix;
 pub mod sequence;
-#[cfg(test)]
-mod smoke;
 pub mod spec;
 pub mod stats;
 mod sync;
