@@ -32,6 +32,9 @@ use crate::{
     word::{FrameId, GroupId, Lane, PageRef, Tier},
 };
 
+/// Tokens of a draft that can be taken back after their commit, whatever has left a window by then.
+pub const LONGEST_DRAFT: u32 = 64;
+
 /// Steps that may wait for their commit.
 pub const MAX_OUTSTANDING: usize = 8;
 
@@ -930,11 +933,10 @@ impl Inner {
                 body.publish(pool, self.lane, &mut self.scratch);
                 hot.publish[row] = body.next_publish(pool.spec.page_tokens());
             }
-            // A page late, so that a draft that is rejected now can still be taken back; the next step does the rest.
-            let page_tokens = pool.spec.page_tokens();
-            if now >= self.hot.trim[row].saturating_add(page_tokens) {
+            // A little late, so that a draft that is rejected now can still be taken back; the next step does the rest.
+            if now >= self.hot.trim[row].saturating_add(LONGEST_DRAFT) {
                 self.sync_out(row);
-                self.trim_row(pool, shape, row, now - page_tokens);
+                self.trim_row(pool, shape, row, now - LONGEST_DRAFT);
             }
         }
         if !record.sources.is_empty() {

@@ -335,7 +335,9 @@ impl Pool {
         if parked > 0 {
             self.ledger.park(tier, payer, Units(parked));
             for &id in &scratch.queue {
-                if !self.drop_twin(id) {
+                if self.drop_twin(id) {
+                    self.stats.count(lane, Counter::PagesReleased, 1);
+                } else {
                     self.orders.enqueue(&self.pages, payer, id);
                 }
             }
