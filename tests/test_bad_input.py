@@ -469,20 +469,8 @@ def test_counts(pool, counts):
 @pytest.mark.parametrize(
     "sampled",
     [
-        [],
-        [1],
-        [1, 1, 1],
-        [2**31, 1],
-        [1.5, 1],
-        ["x", 1],
-        [None, 1],
-        5,
-        "ab",
-        np.zeros((2, 1), np.int32),
-        np.array([1.0, 1.0]),
-        np.array([2**40, 1]),
-        {1: 2},
-        [True, 1],
+        *([], [1], [1, 1, 1], [2**31, 1], [1.5, 1], ["x", 1], [None, 1], [True, 1], 5, "ab", {1: 2}),
+        *(np.zeros((2, 1), np.int32), np.array([1.0, 1.0]), np.array([2**40, 1])),
     ],
     ids=repr,
 )

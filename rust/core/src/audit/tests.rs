@@ -326,3 +326,18 @@ fn a_moved_page_is_shown_by_the_next_step_and_its_old_frame_waits() {
     green(&pool);
     assert_eq!(pool.audit().balance[0].held, 0);
 }
+
+#[test]
+fn the_last_handle_of_a_batch_dropped_inside_a_call_on_its_sequence() {
+    let pool = pool(10);
+    let tenant = pool.ledger().create(ROOT, "acme", &Policy::default()).expect("a tenant");
+    let seq = pool.open(tenant, Open { tokens: vec![1; 20], ..Open::default() }).expect("opened");
+    let rows = batch(&pool, 1, 100);
+    rows.add(&seq).expect("a row");
+    rows.step(None, None, |_| ()).expect("a step");
+    // The batch's end takes the lock of its sequence, which this call holds while it works.
+    seq.visit(|_, _, _| drop(rows)).expect("free");
+    assert_eq!(seq.counts().expect("free").slots, 0);
+    green(&pool);
+    assert_eq!(pool.audit().balance[0].held, 0);
+}
