@@ -97,6 +97,8 @@ struct Record {
 }
 
 const GONE: u32 = u32::MAX;
+/// In a count: the row was truncated into the tokens of this step, so what was sampled after them follows nothing.
+const CUT: u32 = 1 << 31;
 
 /// The state of a batch.
 #[derive(Debug)]
@@ -384,6 +386,21 @@ impl Batch {
     }
 }
 
+#[cfg(test)]
+impl Batch {
+    /// What stands in the arrays: block table and slot mapping of each group; lengths, starts and positions.
+    pub(crate) fn shown(&self) -> (Vec<(Vec<i32>, Vec<i64>)>, [Vec<i32>; 3]) {
+        let inner = &mut *try_lock(&self.shared.inner, "the batch").expect("nobody uses it");
+        let group = |g| {
+            let shown = inner.arrays.group(g);
+            (shown.block_table.to_vec(), shown.slot_mapping.to_vec())
+        };
+        let groups = (0..self.shared.pool.groups.len()).map(group).collect();
+        let rows = inner.arrays.rows();
+        (groups, [rows.seq_lens.to_vec(), rows.query_start_loc.to_vec(), rows.positions.to_vec()])
+    }
+}
+
 impl Shared {
     /// Work on the body of a sequence that stands here.
     pub(crate) fn visit<R>(
@@ -393,8 +410,12 @@ impl Shared {
     ) -> Result<R, Error> {
         let inner = &mut *try_lock(&self.inner, "the batch")?;
         let row = inner.find(sequence)?;
+        let _op = self.pool.enter(inner.lane);
         inner.sync_out(row);
         let answer = f(&mut inner.rows[row].body, &mut inner.scratch);
+        if inner.rows[row].body.slots < inner.hot.slots[row] {
+            inner.clip(row);
+        }
         inner.sync_in(&self.pool, self.shape, row);
         Ok(answer)
     }
@@ -403,6 +424,7 @@ impl Shared {
     pub(crate) fn expel(&self, sequence: &Sequence) -> Result<Box<Body>, Error> {
         let inner = &mut *try_lock(&self.inner, "the batch")?;
         let row = inner.find(sequence)?;
+        let _op = self.pool.enter(inner.lane);
         Ok(inner.pull(&self.pool, self.shape, row))
     }
 }
@@ -410,7 +432,9 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         let Self { pool, shape, member, inner } = self;
-        let Ok(inner) = inner.get_mut().map_err(|poisoned| drop(poisoned.into_inner())) else { return };
+        // As in `try_lock`: after a panic the bodies are between two steps of the books, and everything goes back.
+        let inner = inner.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let op = pool.enter(inner.lane);
         while !inner.rows.is_empty() {
             let last = inner.rows.len() - 1;
             let sequence = Arc::clone(&inner.rows[last].sequence);
@@ -422,6 +446,7 @@ impl Drop for Shared {
         while let Some(record) = inner.outstanding.pop_front() {
             pool.let_go(inner.lane, &record.sources, &mut inner.scratch);
         }
+        drop(op);
         pool.quiescence.leave(*member);
     }
 }
@@ -448,8 +473,7 @@ impl Inner {
         self.sync_out(row);
         let last = self.rows.len() - 1;
         let mut body = self.rows.swap_remove(row).body;
-        body.slots = body.written;
-        body.shrink_to(pool, self.lane, body.slots, &mut self.scratch);
+        body.forget_steps(pool, self.lane, &mut self.scratch);
         self.hot.each(|v| drop(v.swap_remove(row)));
         self.hot.base.iter_mut().for_each(|b| drop(b.swap_remove(row)));
         if let Some(moved) = self.rows.get(row) {
@@ -477,6 +501,29 @@ impl Inner {
             table[from..from + shape.pages].fill(0);
         }
         body
+    }
+
+    /// The row was truncated: steps that are not committed count as far as its slots still reach.
+    fn clip(&mut self, row: usize) {
+        let body = &self.rows[row].body;
+        let mut left = body.slots - body.written;
+        for record in &mut self.outstanding {
+            let entry = match record.at.is_empty() {
+                true => row,
+                false => record.at.iter().position(|&at| at == row as u32).unwrap_or(record.rows),
+            };
+            if entry >= record.rows {
+                continue;
+            }
+            if record.counts.is_empty() {
+                record.counts.resize(record.rows, 1);
+            }
+            let count = &mut record.counts[entry];
+            if *count & !CUT > left {
+                *count = left | CUT;
+            }
+            left -= *count & !CUT;
+        }
     }
 
     /// The row's counts into its body.
@@ -507,14 +554,14 @@ impl Inner {
             }
             shown[end..].fill(0);
         }
-        self.settle(pool, row);
+        self.settle(pool, shape, row);
     }
 
     /// What the row's pages hold, and where the last one is.
-    fn settle(&mut self, pool: &Pool, row: usize) {
+    fn settle(&mut self, pool: &Pool, shape: Shape, row: usize) {
         let page_tokens = pool.spec.page_tokens();
         let body = &self.rows[row].body;
-        let mut room = u32::MAX;
+        let mut room = shape.tokens;
         for (g, (table, base)) in body.tables.iter().zip(&mut self.hot.base).enumerate() {
             if pool.is_state(GroupId(g as u8)) {
                 if table.pages.is_empty() {
@@ -655,7 +702,7 @@ impl Inner {
             let pages = &mut body.tables[0].pages;
             table[row * shape.pages + pages.len()] = frame.0 as i32;
             hot.base[0][row] = (i64::from(frame.0) - pages.len() as i64) * i64::from(page_tokens);
-            hot.room[row] = slots + page_tokens;
+            hot.room[row] = (slots + page_tokens).min(shape.tokens);
             pages.push(page);
         }
         pool.unclaim(self.lane, group, claimed - self.scratch.ids.len(), &self.scratch);
@@ -690,7 +737,7 @@ impl Inner {
                     let pages = (slots + count).div_ceil(page_tokens) - first_new;
                     let fewer = (first_new + pages / 2) * page_tokens;
                     if pages == 0 || fewer <= slots {
-                        self.settle(pool, row);
+                        self.settle(pool, shape, row);
                         return Err(refusal);
                     }
                     count = fewer - slots;
@@ -698,7 +745,7 @@ impl Inner {
             }
         }
         self.show_new(pool, shape, row, first_new as usize);
-        self.settle(pool, row);
+        self.settle(pool, shape, row);
         Ok(count)
     }
 
@@ -737,7 +784,10 @@ impl Inner {
                 false => (slots / page_tokens) as usize,
             };
             let Some(&page) = body.tables[g].pages.get(at) else { continue };
-            if pool.make_private(page, group) {
+            // A snapshot stays what it is: the state goes on in a copy.
+            let kept = pool.is_state(group) && pool.pages.read(page.id).is_indexed();
+            if !kept && let Some(private) = pool.make_private(page, group) {
+                body.tables[g].pages[at] = private;
                 continue;
             }
             let mut none = 0;
@@ -851,6 +901,7 @@ impl Inner {
                 Some(&row) => row as usize,
             };
             let count = record.counts.get(entry).map_or(1, |&c| c);
+            let (count, cut) = (count & !CUT, count & CUT != 0);
             if count == 0 {
                 continue;
             }
@@ -859,7 +910,7 @@ impl Inner {
             written += u64::from(now - hot.written[row]);
             hot.written[row] = now;
             if now >= hot.known[row] {
-                self.learn(row, now, sampled.map_or(-1, |s| s[entry]));
+                self.learn(row, now, sampled.filter(|_| !cut).map_or(-1, |s| s[entry]));
             }
             let hot = &mut self.hot;
             if now >= hot.publish[row] && hot.known[row] >= hot.publish[row] {

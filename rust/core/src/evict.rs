@@ -31,7 +31,7 @@
 //! | 2, 3 | proven: head and tail |
 //! | 4 | how many stand in them: new (0-31), proven (32-63); counted before a page is linked, until after it is taken |
 //! | 5 | the share of the new (0-23, of 2^24, XOR [`START_SHARE`]); ghosts made of new (24-43) and of proven pages (44-63), halved together |
-//! | 6 | 1: the last full round found every page kept by its children, and nothing has changed since |
+//! | 6 | 1: a whole search found every page kept by its children, and nothing has changed since; 2: such a search is going on |
 //!
 //! # Invariant
 //!
@@ -76,6 +76,9 @@ const LOST_MAX: u64 = (1 << LOST_BITS) - 1;
 
 /// How many proven pages in a row may be kept by their children before the hand looks among the new.
 const BLOCKED: u32 = 8;
+/// States of an order in which nothing can leave.
+const STUCK_NOW: u64 = 1;
+const SEARCHING: u64 = 2;
 /// Steps of a call while the order is stuck.
 const STUCK_STEPS: u64 = 16;
 /// How many protected pages one call spares.
@@ -237,8 +240,8 @@ impl Orders {
     /// Take the page that goes first out of a tenant's order: it is LEAVING, and the caller's. `None`: no page of the
     /// tenant can leave now. `now` is the tick for [`Protection`].
     ///
-    /// Costs one step as a rule, and never more than two rounds over the order; after two rounds in vain a few steps,
-    /// until [`Self::enqueue`] or [`Self::unstick`].
+    /// Costs one step as a rule, and never more than four rounds over the order: two for visits, two for protection. After
+    /// a search in vain it costs a few steps, until [`Self::enqueue`] or [`Self::unstick`].
     pub(crate) fn victim(&self, pages: &Pages, tenant: TenantId, now: u64) -> Option<PageId> {
         self.take(pages, tenant, Some(now))
     }
@@ -251,17 +254,23 @@ impl Orders {
 
     fn take(&self, pages: &Pages, tenant: TenantId, now: Option<u64>) -> Option<PageId> {
         let mut queued = self.queued(tenant);
-        let all = 2 * (u64::from(queued.new) + u64::from(queued.proven)) + u64::from(BLOCKED);
+        let rounds = 2 * (u64::from(queued.new) + u64::from(queued.proven)) + u64::from(BLOCKED);
         let stuck = self.word(tenant, STUCK);
-        let steps = if now.is_some() && stuck.get() != 0 { STUCK_STEPS } else { all };
+        let is_stuck = now.is_some() && stuck.get() == STUCK_NOW;
+        let steps = STUCK_STEPS + if is_stuck { 0 } else { 2 * rounds };
         let (mut blocked, mut spared) = (0, 0);
-        for _ in 0..steps {
+        for step in 0..steps {
+            if step == STUCK_STEPS {
+                // What changes from here on is seen by the search, or by whoever calls after it.
+                stuck.put(SEARCHING);
+            }
             let mut half = self.above_share(tenant, queued);
             if blocked >= BLOCKED {
                 half = Half::New;
             }
             let (half, (id, node)) = self.pop(pages, tenant, half)?;
-            let protect = now.filter(|_| spared < SPARED);
+            // A bias, never a lock.
+            let protect = now.filter(|_| spared < SPARED && step < STUCK_STEPS + rounds);
             let longer = if queued.new > queued.proven { Half::New } else { Half::Proven };
             match judge(pages, id, &node, Terms { visits: now.is_some(), protect, longer }, &mut spared) {
                 Verdict::Out(word) => {
@@ -286,7 +295,7 @@ impl Orders {
             queued = self.queued(tenant);
         }
         // An order that others' pages keep as it is (a shared prefix) is not walked through again and again.
-        stuck.put(1);
+        let _ = stuck.transit(|word| (word == SEARCHING).then_some(STUCK_NOW));
         None
     }
 
@@ -323,6 +332,12 @@ fn judge(pages: &Pages, id: PageId, node: &Node, terms: Terms, spared: &mut u32)
     loop {
         let page = PageWord(now);
         debug_assert!(page.is_queued() && !page.is_leaving(), "{page:?} stands in the order");
+        if !terms.visits && page.is_visited() {
+            // Where hits don't count the bit still has to go first: that it is unset is what makes "no children" hold.
+            let unvisited = page.pass(page.is_proven()).0;
+            now = word.cas(now, unvisited).map_or_else(|found| found, |_| unvisited);
+            continue;
+        }
         let (next, verdict) = if let Some(next) = page.dequeue() {
             set_spare(pages, id, node);
             (next, Verdict::Dropped)

@@ -35,6 +35,8 @@ impl Sequence {
     }
 
     pub(crate) fn visit<R>(&self, f: impl FnOnce(&Pool, &mut Body, &mut Scratch) -> R) -> Result<R, Error> {
+        // Dropped after the lock: a batch whose last handle this is locks its sequences to give them back.
+        let at;
         let mut place = try_lock(&self.place, "the sequence")?;
         match &mut *place {
             Place::Closed => Err(Error::Closed("the sequence")),
@@ -44,8 +46,8 @@ impl Sequence {
             }
             Place::Batched(batch) => {
                 // A batch that is going away is about to hand the body back.
-                let batch = batch.upgrade().ok_or(Error::Busy("the batch of the sequence"))?;
-                batch.visit(self, |body, scratch| f(&self.pool, body, scratch))
+                at = batch.upgrade().ok_or(Error::Busy("the batch of the sequence"))?;
+                at.visit(self, |body, scratch| f(&self.pool, body, scratch))
             }
         }
     }
@@ -101,6 +103,14 @@ impl Sequence {
     /// Busy, closed; too many; slots were given out for tokens nobody knows.
     pub fn extend(&self, tokens: &[u32]) -> Result<(), Error> {
         self.visit(|_, body, _| {
+            if body.slots > body.known() && !tokens.is_empty() {
+                return Err(Error::Argument(format!(
+                    "the sequence has {} tokens and slots for {}, which a step that is not committed has written: \
+                     what stands there is known after the commit",
+                    body.known(),
+                    body.slots
+                )));
+            }
             let total = body.tokens.len() + tokens.len();
             if total > crate::sequence::MAX_TOKENS as usize {
                 return Err(Error::Argument(format!(
@@ -145,13 +155,15 @@ impl Sequence {
     /// # Errors
     /// Busy.
     pub fn close(&self) -> Result<(), Error> {
+        // As in `visit`.
+        let at;
         let mut place = try_lock(&self.place, "the sequence")?;
         let body = match &mut *place {
             Place::Closed => return Ok(()),
             Place::Idle(_) => None,
             Place::Batched(batch) => {
-                let batch = batch.upgrade().ok_or(Error::Busy("the batch of the sequence"))?;
-                Some(batch.expel(self)?)
+                at = batch.upgrade().ok_or(Error::Busy("the batch of the sequence"))?;
+                Some(at.expel(self)?)
             }
         };
         let body = match (std::mem::replace(&mut *place, Place::Closed), body) {

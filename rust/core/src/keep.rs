@@ -132,10 +132,17 @@ impl Pool {
         // From here on no key of before is asked for; what is still listed under one is on its way out.
         self.weights_epoch.plus(1);
         let mut dropped = 0;
-        for tenant in (0..=self.ledger.top()).map(TenantId) {
-            while let Some(id) = self.orders.drain_one(&self.pages, tenant) {
-                self.expel(id);
-                dropped += 1;
+        // Children leave before parents, which may stand in the order of an earlier tenant: until a round finds nothing.
+        loop {
+            let before = dropped;
+            for tenant in (0..=self.ledger.top()).map(TenantId) {
+                while let Some(id) = self.orders.drain_one(&self.pages, tenant) {
+                    self.expel(id);
+                    dropped += 1;
+                }
+            }
+            if dropped == before {
+                break;
             }
         }
         self.events.publish(Event::Cleared);

@@ -265,6 +265,10 @@ impl Pool {
         self.states & 1 << group.0 != 0
     }
 
+    pub(crate) fn has_states(&self) -> bool {
+        self.states != 0
+    }
+
     pub(crate) fn check_tenant(&self, tenant: TenantId) -> Result<(), Error> {
         match tenant.0 > 0 && self.ledger.is_live(tenant) {
             true => Ok(()),
@@ -324,10 +328,8 @@ impl Pool {
             let mut missing = refused.asked.0.saturating_sub(refused.room.0).max(1);
             let mut evicted = false;
             while missing > 0 {
-                let Some(units) = self
-                    .evict_of(lane, payer, payer)
-                    .or_else(|| self.worst_within(refused.level).and_then(|t| self.evict_of(lane, t, payer)))
-                else {
+                let own = self.evict_of(lane, payer, payer);
+                let Some(units) = own.or_else(|| self.evict_within(lane, refused.level, payer)) else {
                     break;
                 };
                 evicted = true;
@@ -495,24 +497,26 @@ impl Pool {
                 evicted += 1;
                 continue;
             }
-            let Some(worst) = self.worst_within(TenantId(0)) else { break };
-            if self.evict_of(lane, worst, asker).is_some() {
-                self.victim.put(CHOICE_HOLDS << 32 | u64::from(worst.0));
-            } else {
-                // Its cached pages are on their way (being parked, revived or moved): look at everybody once.
-                let Some(_) = (0..=self.ledger.top()).find_map(|t| self.evict_of(lane, TenantId(t), asker))
-                else {
-                    break;
-                };
+            if self.evict_within(lane, TenantId(0), asker).is_none() {
+                break;
             }
             evicted += 1;
         }
         evicted
     }
 
-    /// The tenant in the subtree of `level` that should give back a cached page first.
-    fn worst_within(&self, level: TenantId) -> Option<TenantId> {
-        self.ledger.worst(Tier::Device, level, |_| false)
+    /// Evict a cached page of the subtree of `level`, of the tenant there that should give back first: its units.
+    fn evict_within(&self, lane: Lane, level: TenantId, asker: TenantId) -> Option<u32> {
+        let worst = self.ledger.worst(Tier::Device, level, |_| false)?;
+        if let Some(units) = self.evict_of(lane, worst, asker) {
+            if level == TenantId(0) {
+                self.victim.put(CHOICE_HOLDS << 32 | u64::from(worst.0));
+            }
+            return Some(units);
+        }
+        // Its cached pages are parents of others' pages, which have to leave first, or on their way: look at everybody.
+        let all = (0..=self.ledger.top()).map(TenantId).filter(|&t| self.ledger.is_under(t, level));
+        all.into_iter().find_map(|t| self.evict_of(lane, t, asker))
     }
 
     /// Evict one cached page of `tenant` for `asker`: its units, if there was one.
