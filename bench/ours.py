@@ -43,7 +43,7 @@ def decode(rows: int, steps: int, repeats: int) -> list[Result]:
     longest = 528 + (repeats + 1) * steps + PAGE
     pool = pool_with(sum(length + (repeats + 1) * steps for length in lengths) // PAGE + 2 * rows)
     tenant = tenant_of(pool)
-    batch = pool.batch(max_sequences=rows, max_tokens=longest)
+    batch = pool.batch(max_sequences=rows, max_tokens=longest, max_step_tokens=sum(lengths))
     held = []
     for length, ids in zip(lengths, prompts(528, rows), strict=False):
         held.append(pool.open(tenant, ids[:length], max_new_tokens=(repeats + 1) * steps + 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import runpy
 import signal
 import subprocess
 import sys
@@ -347,3 +348,21 @@ def test_numbers_for_people():
         "1.5M",
         "145M",
     ]
+
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_the_example_with_its_own_model_runs(capsys):
+    runpy.run_path(str(EXAMPLES / "own_model.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert out.count("gold: ") == 2
+    assert out.count("free: ") == 3
+    assert "cached for later" in out
+
+
+def test_the_example_tenants_file_is_read(run, trace):
+    code, out, _ = run("replay", "-t", str(trace), "--tenants-file", str(EXAMPLES / "tenants.toml"), *SMALL)
+    assert code == 0
+    for name in ("acme", "support", "research", "nightly"):
+        assert name in out

@@ -522,7 +522,6 @@ def blocks(requests: list[Request]) -> list[list[int]]:
     return [list(request.prompt.ids) for request in requests if isinstance(request.prompt, Blocks)]
 
 
-@pytest.mark.traces
 def test_facts_mooncake_conversation():
     requests = list(traces.open_trace(public("mooncake_conversation_trace.jsonl")))
     lengths = np.array([len(request.prompt) for request in requests])
@@ -543,7 +542,6 @@ def test_facts_mooncake_conversation():
         assert lru(ids, capacity) == pytest.approx(share, abs=0.25)
 
 
-@pytest.mark.traces
 def test_facts_mooncake_first_thousand():
     requests = list(traces.open_trace(public("mooncake_trace_1000.jsonl")))
     lengths = [len(request.prompt) for request in requests]
@@ -557,7 +555,6 @@ def test_facts_mooncake_first_thousand():
     assert lru(ids, 1_000) == pytest.approx(28.3, abs=0.25)
 
 
-@pytest.mark.traces
 @pytest.mark.parametrize(
     ("name", "rows", "minutes", "context", "longest", "generated"),
     [("conv", 19_366, 58, 1155, 14_050, 211), ("code", 8_819, 57, 2048, 7_437, 28)],
@@ -572,7 +569,6 @@ def test_facts_azure(name, rows, minutes, context, longest, generated):
     assert round(float(np.mean([request.max_new for request in requests]))) == generated
 
 
-@pytest.mark.traces
 def test_facts_servegen():
     path = public("servegen_client_digest.csv")
     sizes = []

@@ -1,6 +1,7 @@
 """Multi-tenant memory manager for the KV cache of LLM serving engines.
 
-The books: which page holds which tokens, who shares it, which tenant pays for it, where it lies, what can be taken back.
+The books: which page holds which tokens, who shares it, which tenant pays for it, where it lies, what can be
+taken back.
 
 >>> import kvalloc
 >>> spec = kvalloc.KVSpec.uniform(layers=28, kv_heads=4, head_dim=128, dtype="float16", page_tokens=16)

@@ -56,8 +56,9 @@ class OutOfPages(KvallocError, MemoryError):  # noqa: N818 - named for what it i
     asked, room : int
         Bytes asked for, and bytes there were.
     why : str
-        ``"limit"``: of the tenant or a level above it; ``"claim"``: what is held, reserved and promised; ``"frames"``: all
-        pages are in use; ``"fragmented"``: the free bytes serve pages of another size; ``"row"``: the batch's rows are shorter.
+        ``"limit"``: of the tenant or a level above it; ``"claim"``: what is held, reserved and promised;
+        ``"frames"``: all pages are in use; ``"fragmented"``: the free bytes serve pages of another size;
+        ``"row"``: the batch's rows are shorter.
     tenant : str
         Who asked.
     level : str or None

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from kvalloc.sizes import format_bytes, parse_bytes
 from rich.console import Console
 from rich.table import Table
 
@@ -17,6 +16,7 @@ import kvalloc
 from kvalloc import models as catalogue
 from kvalloc.engine.clock import StepTime
 from kvalloc.engine.replay import Replay
+from kvalloc.sizes import format_bytes, parse_bytes
 
 from .summary import print_summary
 from .traffic import Traffic, choose
@@ -96,7 +96,10 @@ def replay(
     device: Annotated[
         str | None,
         typer.Option(
-            "--device", "-d", metavar="SIZE", help="Device bytes. [default: 24GiB; 64GiB with a trace]"
+            "--device",
+            "-d",
+            metavar="SIZE",
+            help="Device bytes. [default: 24GiB; 128GiB for a trace, 16GiB for ServeGen]",
         ),
     ] = None,
     host: Annotated[str, typer.Option("--host", metavar="SIZE", help="Bytes of the host tier.")] = "0",
@@ -138,7 +141,7 @@ def replay(
     rate: Annotated[
         float | None,
         typer.Option(
-            "--rate", metavar="R", help="Requests a second at the start, for ServeGen. [default: 4]"
+            "--rate", metavar="R", help="Requests a second at the start, for ServeGen. [default: 10]"
         ),
     ] = None,
     digest_model: Annotated[

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvalloc.sizes import format_bytes
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvalloc.sizes import format_bytes
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from kvalloc.engine.replay import Replay
@@ -30,7 +32,7 @@ HELD, CACHED, PINNED, PROMISED = "bright_blue", "cyan", "magenta", "grey42"
 def bar(
     width: int,
     full: float,
-    parts: list[tuple[float, str, str]],
+    parts: Sequence[tuple[float, str, str]],
     reserve: float = 0,
     limit: float | None = None,
 ) -> Text:
@@ -42,7 +44,7 @@ def bar(
         Characters.
     full : float
         What the whole line stands for.
-    parts : list of (float, str, str)
+    parts : sequence of (float, str, str)
         Amount, character, style.
     reserve, limit : float
         Where the marks stand: ``|`` in green, ``]`` in red. A reserve of 0 and a limit of None have none.

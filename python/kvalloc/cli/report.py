@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
-from kvalloc.sizes import format_bytes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from kvalloc.sizes import format_bytes
 
 from .live import clock
 from .summary import seconds, short
@@ -64,19 +65,27 @@ STYLE: Any = {
     "grid.color": "#e4e7eb",
     "grid.linewidth": 0.7,
 }
-CSS = """ body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica
-Neue",Arial,sans-serif;color:#1f2933;background:#fff; max-width:1100px;margin:2em auto;padding:0 1.2em}
-h1{font-size:1.6em;margin:.2em 0}h2{font-size:1.2em;margin:2em 0 .3em}p{margin:.4em
-0;color:#3e4c59;max-width:75ch} table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:.6em
-0;font-size:.9em} th,td{padding:.25em .45em;text-align:right;border-bottom:1px solid
-#e4e7eb;white-space:nowrap}
-th{font-weight:600;color:#52606d}th:first-child,td:first-child{text-align:left}td.text,th.text{text-align:left;white-space:normal}
-.child{padding-left:1.6em!important}.cards{display:flex;flex-wrap:wrap;gap:.8em;margin:1.2em 0}
-.card{border:1px solid #e4e7eb;border-radius:6px;padding:.5em 1em;min-width:8.2em}.card
-b{display:block;font-size:1.35em} .card
-span{color:#52606d;font-size:.86em}.bad{color:#c53030}.good{color:#2f855a}
-.scroll{overflow-x:auto}svg{max-width:100%;height:auto}footer{color:#7b8794;font-size:.85em;margin:3em 0
-1em}
+CSS = """
+body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
+  color: #1f2933; background: #fff; max-width: 1100px; margin: 2em auto; padding: 0 1.2em }
+h1 { font-size: 1.6em; margin: .2em 0 }
+h2 { font-size: 1.2em; margin: 2em 0 .3em }
+p { margin: .4em 0; color: #3e4c59; max-width: 75ch }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6em 0; font-size: .9em }
+th, td { padding: .25em .45em; text-align: right; border-bottom: 1px solid #e4e7eb; white-space: nowrap }
+th { font-weight: 600; color: #52606d }
+th:first-child, td:first-child { text-align: left }
+td.text, th.text { text-align: left; white-space: normal }
+td.child { padding-left: 1.6em }
+.cards { display: flex; flex-wrap: wrap; gap: .8em; margin: 1.2em 0 }
+.card { border: 1px solid #e4e7eb; border-radius: 6px; padding: .5em 1em; min-width: 8.2em }
+.card b { display: block; font-size: 1.35em }
+.card span { color: #52606d; font-size: .86em }
+.bad { color: #c53030 }
+.good { color: #2f855a }
+.scroll { overflow-x: auto }
+svg { max-width: 100%; height: auto }
+footer { color: #7b8794; font-size: .85em; margin: 3em 0 1em }
 """
 
 
@@ -154,7 +163,7 @@ def _cards(result: dict[str, Any]) -> str:
         (f"{run['refused']:,}", "refused"),
         (f"{pool['hit_rate']:.1%}", "of prompt tokens hit"),
         (f"{pool['peak_held'] / pool['capacity']:.0%}", "of the pool held at the peak"),
-        (short(int(pool["stats"].get("evictions", 0))), "pages evicted"),
+        (short(pool["evictions"]), "pages evicted"),
         (f"{pool['waste']:.2%}", "internal waste"),
         (f"{run['step_us']['p50']:.0f} us", f"host time a step (P99 {run['step_us']['p99']:.0f} us)"),
         (clock(run["virtual_seconds"]), f"replayed in {run['host_seconds']:.1f} s, {run['steps']:,} steps"),
@@ -405,6 +414,7 @@ def _svg(figure: Figure) -> str:
     figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     text = out.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"(\d\.\d)\d+", r"\1", text)  # a tenth of a point is enough, and half the file
+    # A tenth of a point is enough for a path, and half the file.
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), text)
     # Text is drawn in the page's own sans-serif font.
     return '<div class="scroll">' + re.sub(r"'DejaVu Sans'[^;\"]*", "sans-serif", text) + "</div>"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.sizes import format_bytes
 from rich.table import Table
+
+from kvalloc.sizes import format_bytes
 
 from .live import clock
 
@@ -33,14 +34,10 @@ def short(count: int) -> str:
 def print_summary(result: dict[str, Any], console: Console) -> None:
     """Print what a replay measured."""
     run, pool, settings = result["run"], result["pool"], result["settings"]
-    table = Table(
-        title=f"{settings.get('trace', '')} on {settings.get('model', '')}, {format_bytes(pool['capacity'])}",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    trace = str(settings.get("trace", "")).rsplit("/", 1)[-1]
+    title = f"{trace} on {settings.get('model', '')}, {format_bytes(pool['capacity'])}"
+    console.print(title, style="bold", highlight=False, markup=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     wide = console.width >= 96
     table.add_column("tenant", no_wrap=True)
     columns = ("requests", "prompt", "reply", "hits", "wait P50", "P99", "refused", "waste")
@@ -72,11 +69,11 @@ def print_summary(result: dict[str, Any], console: Console) -> None:
             console.print(
                 f"  {row['name']}: {count} refused: {reason}", highlight=False, markup=False, soft_wrap=True
             )
-    evictions = pool["stats"].get("evictions", 0)
     lines = [
         f"pool    hit rate {pool['hit_rate']:.1%}, peak held {format_bytes(pool['peak_held'])}, "
         f"peak charged {format_bytes(pool['peak_charged'])} of {format_bytes(pool['capacity'])}, "
-        f"{evictions:,} evictions, waste {pool['waste']:.2%}, fragmentation {pool['fragmentation']:.1%}",
+        f"{pool['evictions']:,} evictions, "
+        f"waste {pool['waste']:.2%}, fragmentation {pool['fragmentation']:.1%}",
         f"time    {clock(run['virtual_seconds'])} replayed in {run['host_seconds']:.1f} s; "
         f"{run['steps']:,} steps; host time a step: P50 {run['step_us']['p50']:.0f} us, "
         f"P99 {run['step_us']['p99']:.0f} us, "

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["Traffic", "choose"]
 
 SERVEGEN_SECONDS = 600.0
-SERVEGEN_RATE = 4.0
+SERVEGEN_RATE = 10.0
 SERVEGEN_CLIENTS = 12
+SERVEGEN_DEVICE = "16GiB"
 TRACE_TENANTS = 4
-TRACE_DEVICE = "64GiB"
+TRACE_DEVICE = "128GiB"
 
 
 @dataclass(slots=True)
@@ -67,9 +68,9 @@ def choose(
     elif kind == "servegen":
         traffic = _servegen(trace, plans, tenants, seed, limit_seconds, rate, digest_model)
     else:
-        traffic = Traffic(
-            traces.FORMATS[kind](trace), plans or numbered(tenants or TRACE_TENANTS), TRACE_DEVICE
-        )
+        known = kind in ("mooncake", "bailian")  # the others do not know what prompts have in common
+        default = numbered(TRACE_TENANTS if tenants is None else tenants, 512 if known else 0)
+        traffic = Traffic(traces.FORMATS[kind](trace), plans or default, TRACE_DEVICE)
         traffic.total_requests = _count_lines(trace) - (trace.suffix == ".csv")
         if limit_seconds is not None:
             end = limit_seconds
@@ -117,7 +118,7 @@ def _servegen(
         plans = [
             TenantPlan(f"client-{client.number}", reserve=share, traffic=client.rate) for client in clients
         ]
-    return Traffic(requests, plans, TRACE_DEVICE, total_seconds=seconds)
+    return Traffic(requests, plans, SERVEGEN_DEVICE, total_seconds=seconds)
 
 
 def _anonymous(requests: Iterator[Request]) -> Iterator[Request]:

@@ -111,6 +111,7 @@ class StepTime:
 
         Examples
         --------
+        >>> from kvalloc.engine import StepTime
         >>> StepTime.parse("base=0.02").base
         0.02
         """

@@ -26,7 +26,7 @@ The result is a dict of plain values, what ``kvalloc replay --json`` writes:
     Bytes: ``capacity``, ``peak_held``, ``peak_charged``, and at the end ``free``, ``held``, ``cached``,
     ``pinned``. Shares: ``hit_rate`` (of prompt tokens), ``waste`` (room in last pages without a token, of
     held bytes, mean over time), ``fragmentation`` (bytes that are free but in extents of another class, of
-    free bytes). ``stats``: the pool's own counters.
+    free bytes). ``evictions``: cached pages that were taken back. ``stats``: the pool's own counters.
 ``tenants``
     A list: ``name``, ``parent``, ``reserve``, ``limit`` (null: none), ``weight``, ``requests``,
     ``finished``, ``refused`` (reason to count; numbers in reasons read N), ``prompt_tokens``,
@@ -42,7 +42,6 @@ The result is a dict of plain values, what ``kvalloc replay --json`` writes:
 from __future__ import annotations
 
 from array import array
-from dataclasses import asdict
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -183,7 +182,7 @@ class Replay:
             for key in ("requests", "finished", "prompt_tokens", "cached_tokens")
         }
         audit = pool.audit()
-        stats = stats_dict(pool.stats())
+        stats = pool.stats()
         return {
             "schema": SCHEMA,
             "settings": settings,
@@ -215,11 +214,12 @@ class Replay:
                 if total["prompt_tokens"]
                 else 0.0,
                 "waste": waste,
-                "fragmentation": float(stats.get("fragmentation", 0.0)),
-                "stats": stats,
+                "fragmentation": pool.fragmented / max(1, pool.free),
+                "evictions": stats.evictions,
+                "stats": stats.as_dict(),
             },
             "tenants": rows,
-            "audit": {"ok": bool(audit.ok), "problems": [text for _, text in audit.findings]},
+            "audit": {"ok": audit.ok, "problems": [text for _, text in audit.findings]},
             "series": meter.series(list(engine.queues)),
         }
 
@@ -250,16 +250,6 @@ class Replay:
 def kv_bytes(spec: KVSpec) -> list[tuple[float, int | None]]:
     """Return, per layer group that keeps pages, bytes a token and the window (None: no window)."""
     return [(group.bytes_per_token, group.window) for group in spec.groups if group.kind != "state"]
-
-
-def stats_dict(stats: Any) -> dict[str, int | float]:
-    """Return a pool's counters as a dict of plain numbers."""
-    if hasattr(stats, "as_dict"):
-        return dict(stats.as_dict())
-    if hasattr(stats, "__dataclass_fields__"):
-        return asdict(stats)
-    names = (name for name in dir(stats) if not name.startswith("_"))
-    return {name: value for name in names if isinstance(value := getattr(stats, name), int | float)}
 
 
 def scaled(values: dict[str, float], factor: float = 1e-3) -> dict[str, float]:

@@ -20,6 +20,7 @@ Int32 = NDArray[np.int32]
 
 _MASK = np.uint32(0x7FFF_FFFF)
 _MIX = 0x9E37_79B1  # odd, so that the map below is one to one modulo 2**31: no two texts share a base
+_MIX32 = np.uint32(_MIX)
 _pattern = np.zeros(0, dtype=np.uint32)
 
 
@@ -128,8 +129,11 @@ class Literal:
 
 def reply_tokens(texts: Int32, positions: Int32) -> Int32:
     """Return what replies of the given texts say at the given places, int32 ``[rows]``."""
-    top = int(positions.max(initial=0)) + 1
-    out = _positions(top)[positions] + texts.view(np.uint32) * np.uint32(_MIX)
+    try:
+        out = _pattern.take(positions)
+    except IndexError:
+        out = _positions(int(positions.max()) + 1).take(positions)
+    out += texts.view(np.uint32) * _MIX32
     out &= _MASK
     return out.view(np.int32)
 

@@ -34,11 +34,21 @@ class Queue:
     tenant: Tenant
     name: str
     index: int
+    levels: tuple[str | None, ...] = field(init=False)  # the tenant and all above it; None is the pool
     requests: deque[Request] = field(default_factory=deque)
     served: float = 0.0  # virtual time: tokens granted / weight
     running: int = 0
     listed: bool = False  # stands among those to look at, or among those that wait
     waits_for: str = ""  # why the first request waits, "" when it was not looked at or has left
+
+    def __post_init__(self) -> None:
+        """Look the levels up once: a tenant does not move."""
+        above: Tenant | None = self.tenant
+        names: list[str | None] = []
+        while above is not None:
+            names.append(above.name)
+            above = above.parent
+        self.levels = (*names, None)
 
 
 class Rows:

@@ -14,7 +14,8 @@ Each call of `Engine.step` is one step of a serving engine:
 
 Nobody starves. When the next request in turn waits for room in the pool, no later one may take that room;
 only requests that fit into what is free of their own tenant's reserve go past, because those bytes are not
-available to the waiting one anyway. A tenant that stands at its own limit makes nobody else wait.
+available to the waiting one anyway. The same holds below a tenant whose limit the request waits for; who is
+not below it is not kept waiting.
 
 Per-row state is kept in arrays numbered like the batch's rows. Python touches a single row only when it is
 admitted, while its prompt is going in, and when it ends.
@@ -25,8 +26,6 @@ from __future__ import annotations
 import heapq
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
 
 from kvalloc import AdmissionRefused, KvallocError
 
@@ -113,7 +112,8 @@ class Engine:
         self._tell = listener or (lambda event, request: None)
         self._turns: list[tuple[float, int, Queue]] = []  # heap of queues to look at, by virtual time
         self._asleep: list[Queue] = []  # queues whose first request waits until something is given back
-        self._holder: Queue | None = None  # the one for which the pool's room is kept free
+        # For whom the room of a level is kept: by the name of the tenant with that limit, None for the pool.
+        self._kept: dict[str | None, Queue] = {}
         self._virtual = 0.0
 
     def run(self, arrivals: Iterable[Request]) -> Iterator[float]:
@@ -204,7 +204,7 @@ class Engine:
         done = left == 0
         if self.stop is not None:
             done |= sampled == self.stop
-        for row in np.flatnonzero(done)[::-1].tolist():  # from the end, so that no row moves before its turn
+        for row in done.nonzero()[0][::-1].tolist():  # from the end, so that no row moves before its turn
             self._retire(rows.running[row], "finished")
         return True
 
@@ -254,11 +254,12 @@ class Engine:
     def _open(self, queue: Queue, request: Request) -> Sequence | None:
         """Open a request with its whole need, or return None: it waits, or was refused for good."""
         tenant = queue.tenant
-        if self._holder is not None and self._holder is not queue:
-            need = self.pool.spec.bytes_for(len(request.prompt) + request.max_new)
-            if tenant.held + tenant.pinned + tenant.promised + need > tenant.reserve:
-                queue.waits_for = f"room that {self._holder.name} waits for"
-                return None
+        for level in queue.levels if self._kept else ():
+            if self._kept.get(level, queue) is not queue:
+                need = self.pool.spec.bytes_for(len(request.prompt) + request.max_new)
+                if tenant.held + tenant.pinned + tenant.promised + need > tenant.reserve:
+                    queue.waits_for = f"room is kept for {self._kept[level].name}"
+                    return None
         if request.ids is None:
             request.ids = request.prompt.tokens()
         try:
@@ -270,8 +271,7 @@ class Engine:
                 self._refuse(request, f"never fits: {no}")
             else:
                 queue.waits_for = str(no)
-                if no.level is None and self._holder is None:  # no tenant's limit: the pool is full
-                    self._holder = queue
+                self._kept.setdefault(no.level, queue)
         except KvallocError as error:
             self._refuse(request, str(error))
         return None
@@ -306,7 +306,7 @@ class Engine:
 
     def _wake(self) -> None:
         """Something was given back: look at those who wait."""
-        self._holder = None
+        self._kept.clear()
         for queue in self._asleep:
             self._list(queue)
         self._asleep.clear()
@@ -334,4 +334,4 @@ class Engine:
         self.waiting = 0
         self._turns.clear()
         self._asleep.clear()
-        self._holder = None
+        self._kept.clear()

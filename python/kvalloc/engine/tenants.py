@@ -46,6 +46,7 @@ def parse_size(size: int | str, device: int) -> int:
 
     Examples
     --------
+    >>> from kvalloc.engine.tenants import parse_size
     >>> parse_size("25%", device=1000)
     250
     """
@@ -72,12 +73,12 @@ class TenantPlan:
     share_tokens: int = 0
 
 
-def numbered(count: int) -> list[TenantPlan]:
+def numbered(count: int, share_tokens: int = 512) -> list[TenantPlan]:
     """Return tenants for a trace that knows none: "tenant-1" and so on under "org".
 
     Half of the device is reserved for them in equal parts. The k-th sends a share of 1/k, as a few big
-    clients send most in production. The first 512 tokens of prompts are shared under "org". A single tenant
-    owns everything and shares nothing.
+    clients send most in production. The first `share_tokens` tokens of prompts are shared under "org",
+    if that is not 0. A single tenant owns everything and shares nothing.
     """
     if not 1 <= count <= 1000:
         raise ValueError(f"{count} tenants; 1 to 1000 can be asked for")
@@ -87,7 +88,14 @@ def numbered(count: int) -> list[TenantPlan]:
     return [
         TenantPlan("org", traffic=0.0),
         *(
-            TenantPlan(f"tenant-{k}", "org", part, traffic=1.0 / k, share="org", share_tokens=512)
+            TenantPlan(
+                f"tenant-{k}",
+                "org",
+                part,
+                traffic=1.0 / k,
+                share="org" if share_tokens else None,
+                share_tokens=share_tokens,
+            )
             for k in range(1, count + 1)
         ),
     ]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,20 @@ _FEWSHOT, _FEWSHOT_TOKENS = 2, 1024
 _REPLY = 1 << 29  # added to a question's text number
 
 
+class _Sessions(NamedTuple):
+    """How many start in a second, turns, tokens of a turn and of its reply, seconds between turns."""
+
+    rate: float
+    turns: float
+    asks: tuple[int, int]
+    replies: tuple[int, int]
+    pause: float
+
+
+_CHAT = _Sessions(rate=1.3, turns=4, asks=(30, 220), replies=(60, 420), pause=14.0)
+_AGENT = _Sessions(rate=0.13, turns=10, asks=(250, 2200), replies=(40, 220), pause=3.0)
+
+
 def builtin_tenants() -> list[TenantPlan]:
     """Return the tenant tree of the workload."""
     return [
@@ -54,58 +68,40 @@ def builtin_workload(seconds: float = SECONDS, *, seed: int = 0) -> Iterator[Req
 
     Examples
     --------
+    >>> from kvalloc.engine import builtin_workload
     >>> first = next(builtin_workload())
     >>> first.tenant in {"chat", "agent", "search", "batch"}
     True
     """
     texts = (itertools.count(16 + k, 4) for k in range(4))
+    rngs = (np.random.default_rng([seed, k]) for k in itertools.count(1))
     streams = [
-        _sessions(
-            "chat", seconds, next(texts), np.random.default_rng([seed, 1]), 1.3, 4, (30, 220), (60, 420), 14.0
-        ),
-        _sessions(
-            "agent",
-            seconds,
-            next(texts),
-            np.random.default_rng([seed, 2]),
-            0.16,
-            14,
-            (250, 2200),
-            (40, 220),
-            3.0,
-        ),
-        _search(seconds, next(texts), np.random.default_rng([seed, 3])),
-        _batch(seconds, next(texts), np.random.default_rng([seed, 4])),
+        _sessions("chat", seconds, next(texts), next(rngs), _CHAT),
+        _sessions("agent", seconds, next(texts), next(rngs), _AGENT),
+        _search(seconds, next(texts), next(rngs)),
+        _batch(seconds, next(texts), next(rngs)),
     ]
     return heapq.merge(*streams, key=lambda request: request.arrival)
 
 
 def _sessions(
-    tenant: str,
-    seconds: float,
-    texts: itertools.count[int],
-    rng: np.random.Generator,
-    rate: float,
-    turns: int,
-    asks: tuple[int, int],
-    replies: tuple[int, int],
-    pause: float,
+    tenant: str, seconds: float, texts: itertools.count[int], rng: np.random.Generator, kind: _Sessions
 ) -> Iterator[Request]:
     """Conversations that start at a rate and have a geometric number of turns."""
     coming: list[tuple[float, int, Request]] = []  # turns of conversations that have begun, by time
-    start, share = rng.exponential(1.0 / rate), (("shop", _SYSTEM_TOKENS),)
+    start, share = rng.exponential(1.0 / kind.rate), (("shop", _SYSTEM_TOKENS),)
     while start < seconds:
         time = start
         parts: tuple[tuple[int, int], ...] = ((_SYSTEM, _SYSTEM_TOKENS),)
-        for _ in range(int(rng.geometric(1.0 / turns))):
-            ask, length, reply = next(texts), int(rng.integers(*asks)), int(rng.integers(*replies))
+        for _ in range(int(rng.geometric(1.0 / kind.turns))):
+            ask, length, reply = next(texts), int(rng.integers(*kind.asks)), int(rng.integers(*kind.replies))
             parts += ((ask, length),)
             heapq.heappush(
                 coming, (time, ask, Request(time, tenant, Text(parts), reply, share, ask, ask + _REPLY))
             )
             parts += ((ask + _REPLY, reply),)
-            time += 1.0 + reply * 0.02 + rng.exponential(pause)
-        start += rng.exponential(1.0 / rate)
+            time += 1.0 + reply * 0.02 + rng.exponential(kind.pause)
+        start += rng.exponential(1.0 / kind.rate)
         while coming and coming[0][0] < min(start, seconds):
             yield heapq.heappop(coming)[2]
 

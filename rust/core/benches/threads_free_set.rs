@@ -15,11 +15,12 @@ use std::{
 };
 
 use kvalloc_core::{
-    frame::{Arena, ArenaLayout, Slots},
+    frame::{Arena, Slots},
     word::{FrameId, Lane, PageId, SizeId},
 };
 
 const FRAMES: u32 = 1 << 17;
+const PAGE: u64 = 1 << 21;
 
 /// One thread's view of a free set.
 trait Set: Sync {
@@ -45,10 +46,7 @@ impl Set for Slots {
 impl Set for Arena {
     type Item = FrameId;
     fn claim(&self, lane: Lane, want: usize, out: &mut Vec<FrameId>) {
-        assert_eq!(
-            Arena::claim(self, SizeId((lane.0 as usize % self.sizes().len()) as u8), lane, want, out),
-            want
-        );
+        assert_eq!(Arena::claim(self, SizeId(0), lane, want, out), want);
     }
     fn release(&self, items: &[FrameId]) {
         match items {
@@ -150,14 +148,14 @@ fn row<S: Set>(name: &str, threads: u8, batch: usize, time: Duration, make: impl
     );
 }
 
-fn arena(frames: u32) -> Arena {
-    Arena::new(&ArenaLayout {
-        bytes: u64::from(frames) << 21,
+fn arena(frames: u32, sizes: &[u64]) -> Arena {
+    Arena::new(&kvalloc_core::spec::ArenaLayout {
+        bytes: u64::from(frames) * PAGE,
         rounded_off: 0,
-        extent_bytes: 512 << 21,
+        extent_bytes: 512 * PAGE,
         extents: frames.div_ceil(512),
-        sizes: vec![1 << 21],
-        reserved: 1 << 21,
+        sizes: sizes.to_vec(),
+        reserved: PAGE,
     })
 }
 
@@ -172,7 +170,7 @@ fn cost(times: u32, mut call: impl FnMut()) -> f64 {
 fn full(frames: u32) {
     let size = SizeId(0);
     let began = Instant::now();
-    let arena = arena(frames);
+    let arena = arena(frames, &[PAGE]);
     let built = began.elapsed();
     let mut held = Vec::with_capacity(frames as usize);
     while arena.claim(size, Lane(0), 4096, &mut held) > 0 {}
@@ -211,7 +209,8 @@ fn main() {
     for batch in [1, 32] {
         for threads in [1, 2, 8] {
             row("slots", threads, batch, time, || Slots::new(FRAMES));
-            row("arena", threads, batch, time, || arena(FRAMES));
+            row("arena", threads, batch, time, || arena(FRAMES, &[PAGE]));
+            row("arena, 2 sizes", threads, batch, time, || arena(FRAMES, &[PAGE, PAGE / 2]));
             row("Mutex<Vec<u32>>", threads, batch, time, || {
                 Mutex::new((0..FRAMES).rev().collect::<Vec<_>>())
             });

@@ -50,21 +50,25 @@ impl Pool {
             .sum()
     }
 
-    /// Refuse what can never fit.
-    pub(crate) fn check_ever(&self, tenant: TenantId, total: u32) -> Result<(), Error> {
-        let need = self.need(total);
-        let room = self.ledger.room(Tier::Device, tenant, Units(u32::try_from(need).unwrap_or(u32::MAX)));
-        if need <= u64::from(room.ever.0) {
-            return Ok(());
+    /// Refuse what can never fit. `need`: units that each payer would have to hold for a sequence of `tenant`; the payers
+    /// stand on one path of the tree, so what one holds counts at those above it too.
+    pub(crate) fn check_ever(&self, tenant: TenantId, need: &[(TenantId, u64)]) -> Result<(), Error> {
+        for &(payer, _) in need {
+            let below = need.iter().filter(|n| self.ledger.is_under(n.0, payer));
+            let units: u64 = below.map(|n| n.1).sum();
+            let room = self.ledger.room(Tier::Device, payer, Units(u32::try_from(units).unwrap_or(u32::MAX)));
+            if units > u64::from(room.ever.0) {
+                return Err(Error::Never(Refusal {
+                    why: Why::Limit,
+                    tier: Tier::Device,
+                    tenant,
+                    level: room.ever_level,
+                    asked: units * self.spec.unit(),
+                    room: self.bytes(room.ever.0),
+                }));
+            }
         }
-        Err(Error::Never(Refusal {
-            why: Why::Limit,
-            tier: Tier::Device,
-            tenant,
-            level: room.ever_level,
-            asked: need * self.spec.unit(),
-            room: self.bytes(room.ever.0),
-        }))
+        Ok(())
     }
 
     /// May a prompt start now, to grow by `max_new` tokens?

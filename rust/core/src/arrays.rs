@@ -47,7 +47,8 @@ pub trait Arrays: Send + std::fmt::Debug {
 /// Arrays of the core's own.
 #[derive(Debug)]
 pub struct Owned {
-    groups: Vec<(Box<[i32]>, Box<[i64]>)>,
+    block_tables: Vec<Box<[i32]>>,
+    slot_mappings: Vec<Box<[i64]>>,
     seq_lens: Box<[i32]>,
     query_start_loc: Box<[i32]>,
     positions: Box<[i32]>,
@@ -56,9 +57,11 @@ pub struct Owned {
 impl Owned {
     /// Zeroed arrays; slots are -1.
     pub fn new(shape: Shape, groups: usize) -> Self {
-        let group = || (vec![0; shape.rows * shape.pages].into(), vec![-1; shape.step as usize].into());
+        let tables = || vec![0; shape.rows * shape.pages].into();
+        let mappings = || vec![-1; shape.step as usize].into();
         Self {
-            groups: (0..groups).map(|_| group()).collect(),
+            block_tables: (0..groups).map(|_| tables()).collect(),
+            slot_mappings: (0..groups).map(|_| mappings()).collect(),
             seq_lens: vec![0; shape.rows].into(),
             query_start_loc: vec![0; shape.rows + 1].into(),
             positions: vec![0; shape.step as usize].into(),
@@ -68,8 +71,10 @@ impl Owned {
 
 impl Arrays for Owned {
     fn group(&mut self, group: usize) -> GroupArrays<'_> {
-        let (block_table, slot_mapping) = &mut self.groups[group];
-        GroupArrays { block_table, slot_mapping }
+        GroupArrays {
+            block_table: &mut self.block_tables[group],
+            slot_mapping: &mut self.slot_mappings[group],
+        }
     }
 
     fn rows(&mut self) -> RowArrays<'_> {

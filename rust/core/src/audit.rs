@@ -247,7 +247,7 @@ impl<'a> Audit<'a> {
         if word.is_leaving() {
             return Some("leaving, and nobody is taking it out".into());
         }
-        if !word.is_indexed() && !word.is_held() && !word.is_queued() {
+        if !word.is_indexed() && !word.is_held() && !word.is_queued() && !word.is_orphan() {
             return Some("neither held nor findable, and yet not free".into());
         }
         if let (true, Link::Page(parent)) = (word.is_indexed(), pool.pages.link(id)) {
@@ -273,7 +273,7 @@ impl<'a> Audit<'a> {
         let sums = self.tenants[tier.as_usize()].get_mut(payer.as_usize()).unwrap_or(&mut none);
         let (to, and) = if word.is_leaving() {
             (&mut balance.in_flight, &mut sums.held)
-        } else if word.is_held() {
+        } else if word.is_held() || word.is_orphan() {
             (&mut balance.held, &mut sums.held)
         } else if word.is_pinned() {
             (&mut balance.pinned, &mut sums.pinned)

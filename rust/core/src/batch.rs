@@ -16,7 +16,10 @@
 //!
 //! Callers: the binding; sequence handles (handle.rs) for sequences that stand here.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Weak},
+};
 
 use crate::{
     arrays::{Arrays, Shape},
@@ -43,6 +46,17 @@ pub struct Copy {
     pub to: FrameId,
 }
 
+/// A row that got nothing.
+#[derive(Clone, Debug)]
+pub struct RefusedRow {
+    /// Its number in that step.
+    pub row: u32,
+    /// Its sequence, wherever that is by now.
+    pub sequence: Weak<Sequence>,
+    /// Why.
+    pub refusal: Refusal,
+}
+
 /// What a step did.
 #[derive(Debug, Default)]
 pub struct Step {
@@ -53,7 +67,7 @@ pub struct Step {
     /// Tokens per row.
     pub counts: Vec<u32>,
     /// Rows that got nothing, and why.
-    pub refused: Vec<(u32, Refusal)>,
+    pub refused: Vec<RefusedRow>,
     /// Copies to do before the kernels run.
     pub copies: Vec<Copy>,
 }
@@ -409,8 +423,8 @@ impl Shared {
         f: impl FnOnce(&mut Body, &mut Scratch) -> R,
     ) -> Result<R, Error> {
         let inner = &mut *try_lock(&self.inner, "the batch")?;
-        let row = inner.find(sequence)?;
         let _op = self.pool.enter(inner.lane);
+        let row = inner.find(sequence)?;
         inner.sync_out(row);
         let answer = f(&mut inner.rows[row].body, &mut inner.scratch);
         if inner.rows[row].body.slots < inner.hot.slots[row] {
@@ -423,8 +437,8 @@ impl Shared {
     /// Take a sequence out, to close it.
     pub(crate) fn expel(&self, sequence: &Sequence) -> Result<Box<Body>, Error> {
         let inner = &mut *try_lock(&self.inner, "the batch")?;
-        let row = inner.find(sequence)?;
         let _op = self.pool.enter(inner.lane);
+        let row = inner.find(sequence)?;
         Ok(inner.pull(&self.pool, self.shape, row))
     }
 }
@@ -432,9 +446,8 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         let Self { pool, shape, member, inner } = self;
-        // As in `try_lock`: after a panic the bodies are between two steps of the books, and everything goes back.
         let inner = inner.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let op = pool.enter(inner.lane);
+        let _op = pool.enter(inner.lane);
         while !inner.rows.is_empty() {
             let last = inner.rows.len() - 1;
             let sequence = Arc::clone(&inner.rows[last].sequence);
@@ -446,7 +459,6 @@ impl Drop for Shared {
         while let Some(record) = inner.outstanding.pop_front() {
             pool.let_go(inner.lane, &record.sources, &mut inner.scratch);
         }
-        drop(op);
         pool.quiescence.leave(*member);
     }
 }
@@ -474,8 +486,12 @@ impl Inner {
         let last = self.rows.len() - 1;
         let mut body = self.rows.swap_remove(row).body;
         body.forget_steps(pool, self.lane, &mut self.scratch);
-        self.hot.each(|v| drop(v.swap_remove(row)));
-        self.hot.base.iter_mut().for_each(|b| drop(b.swap_remove(row)));
+        self.hot.each(|v| {
+            v.swap_remove(row);
+        });
+        for base in &mut self.hot.base {
+            base.swap_remove(row);
+        }
         if let Some(moved) = self.rows.get(row) {
             moved.sequence.row.put(row as u32);
         }
@@ -650,7 +666,8 @@ impl Inner {
                 let granted = self.make_row_room(pool, shape, row, self.step.counts[row]);
                 self.step.counts[row] = granted.unwrap_or_else(|refusal| {
                     pool.count_refusal(self.lane, &refusal);
-                    self.step.refused.push((row as u32, refusal));
+                    let sequence = Arc::downgrade(&self.rows[row].sequence);
+                    self.step.refused.push(RefusedRow { row: row as u32, sequence, refusal });
                     0
                 });
             }
@@ -676,7 +693,10 @@ impl Inner {
             return;
         }
         let group = GroupId(0);
-        let claimed = pool.claim_free(self.lane, group, self.tight.len(), &mut self.scratch);
+        let size = pool.classes[pool.groups[0].class.as_usize()].size;
+        self.scratch.ids.clear();
+        self.scratch.frames.clear();
+        let claimed = pool.claim_free(self.lane, size, self.tight.len(), &mut self.scratch);
         let table = self.arrays.group(0).block_table;
         // Taken from the end.
         self.scratch.ids.reverse();
@@ -705,7 +725,8 @@ impl Inner {
             hot.room[row] = (slots + page_tokens).min(shape.tokens);
             pages.push(page);
         }
-        pool.unclaim(self.lane, group, claimed - self.scratch.ids.len(), &self.scratch);
+        pool.stats.count(self.lane, Counter::PagesAllocated, (claimed - self.scratch.ids.len()) as u64);
+        pool.unclaim(size, &mut self.scratch);
     }
 
     #[cold]
@@ -784,16 +805,27 @@ impl Inner {
                 false => (slots / page_tokens) as usize,
             };
             let Some(&page) = body.tables[g].pages.get(at) else { continue };
-            // A snapshot stays what it is: the state goes on in a copy.
-            let kept = pool.is_state(group) && pool.pages.read(page.id).is_indexed();
-            if !kept && let Some(private) = pool.make_private(page, group) {
+            // A snapshot of a fixed state stays findable while there is room for a copy; admission counted the copy of one
+            // that was hit, and none of those that are kept on the way.
+            let snapshot = pool.is_state(group) && pool.pages.read(page.id).is_indexed();
+            if !snapshot && let Some(private) = pool.make_private(page, group) {
                 body.tables[g].pages[at] = private;
                 continue;
             }
+            let counted = !snapshot || slots == body.cached;
             let mut none = 0;
-            let promise = body.promises.iter_mut().find(|p| p.0 == tenant).map_or(&mut none, |p| &mut p.1);
+            let promise = body.promises.iter_mut().find(|p| counted && p.0 == tenant);
+            let promise = promise.map_or(&mut none, |p| &mut p.1);
             let mut copy = Vec::with_capacity(1);
-            pool.take(self.lane, tenant, group, 1, promise, &mut copy, &mut self.scratch)?;
+            if let Err(refusal) =
+                pool.take(self.lane, tenant, group, 1, promise, &mut copy, &mut self.scratch)
+            {
+                if snapshot && let Some(private) = pool.make_private(page, group) {
+                    body.tables[g].pages[at] = private;
+                    continue;
+                }
+                return Err(refusal);
+            }
             let frame = |page: PageRef| pool.pages.location(page.id).frame();
             self.step.copies.push(Copy { group, from: frame(page), to: frame(copy[0]) });
             pool.stats.count(self.lane, Counter::CopiesOnWrite, 1);

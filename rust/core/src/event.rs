@@ -184,6 +184,7 @@ impl Events {
     }
 
     /// How many events it can hold.
+    #[cfg(test)]
     pub(crate) fn capacity(&self) -> u64 {
         self.capacity
     }
@@ -205,6 +206,7 @@ impl Events {
     }
 
     /// Events that a consumer got.
+    #[cfg(test)]
     pub(crate) fn delivered(&self) -> u64 {
         self.hot[DELIVERED].get()
     }

@@ -31,7 +31,7 @@
 //! | 2, 3 | proven: head and tail |
 //! | 4 | how many stand in them: new (0-31), proven (32-63); counted before a page is linked, until after it is taken |
 //! | 5 | the share of the new (0-23, of 2^24, XOR [`START_SHARE`]); ghosts made of new (24-43) and of proven pages (44-63), halved together |
-//! | 6 | 1: a whole search found every page kept by its children, and nothing has changed since; 2: such a search is going on |
+//! | 6 | 1: the last full round found every page kept by its children, and nothing has changed since |
 //!
 //! # Invariant
 //!
@@ -47,7 +47,7 @@
 mod ghost;
 mod queue;
 
-#[cfg(all(test, kvalloc_loom))]
+#[cfg(all(test, any(kvalloc_loom, kvalloc_shuttle)))]
 mod models;
 #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
 mod tests;
@@ -76,9 +76,6 @@ const LOST_MAX: u64 = (1 << LOST_BITS) - 1;
 
 /// How many proven pages in a row may be kept by their children before the hand looks among the new.
 const BLOCKED: u32 = 8;
-/// States of an order in which nothing can leave.
-const STUCK_NOW: u64 = 1;
-const SEARCHING: u64 = 2;
 /// Steps of a call while the order is stuck.
 const STUCK_STEPS: u64 = 16;
 /// How many protected pages one call spares.
@@ -240,8 +237,8 @@ impl Orders {
     /// Take the page that goes first out of a tenant's order: it is LEAVING, and the caller's. `None`: no page of the
     /// tenant can leave now. `now` is the tick for [`Protection`].
     ///
-    /// Costs one step as a rule, and never more than four rounds over the order: two for visits, two for protection. After
-    /// a search in vain it costs a few steps, until [`Self::enqueue`] or [`Self::unstick`].
+    /// Costs one step as a rule, and never more than two rounds over the order; after two rounds in vain a few steps,
+    /// until [`Self::enqueue`] or [`Self::unstick`].
     pub(crate) fn victim(&self, pages: &Pages, tenant: TenantId, now: u64) -> Option<PageId> {
         self.take(pages, tenant, Some(now))
     }
@@ -254,23 +251,17 @@ impl Orders {
 
     fn take(&self, pages: &Pages, tenant: TenantId, now: Option<u64>) -> Option<PageId> {
         let mut queued = self.queued(tenant);
-        let rounds = 2 * (u64::from(queued.new) + u64::from(queued.proven)) + u64::from(BLOCKED);
+        let all = 2 * (u64::from(queued.new) + u64::from(queued.proven)) + u64::from(BLOCKED);
         let stuck = self.word(tenant, STUCK);
-        let is_stuck = now.is_some() && stuck.get() == STUCK_NOW;
-        let steps = STUCK_STEPS + if is_stuck { 0 } else { 2 * rounds };
+        let steps = if now.is_some() && stuck.get() != 0 { STUCK_STEPS } else { all };
         let (mut blocked, mut spared) = (0, 0);
-        for step in 0..steps {
-            if step == STUCK_STEPS {
-                // What changes from here on is seen by the search, or by whoever calls after it.
-                stuck.put(SEARCHING);
-            }
+        for _ in 0..steps {
             let mut half = self.above_share(tenant, queued);
             if blocked >= BLOCKED {
                 half = Half::New;
             }
             let (half, (id, node)) = self.pop(pages, tenant, half)?;
-            // A bias, never a lock.
-            let protect = now.filter(|_| spared < SPARED && step < STUCK_STEPS + rounds);
+            let protect = now.filter(|_| spared < SPARED);
             let longer = if queued.new > queued.proven { Half::New } else { Half::Proven };
             match judge(pages, id, &node, Terms { visits: now.is_some(), protect, longer }, &mut spared) {
                 Verdict::Out(word) => {
@@ -295,7 +286,7 @@ impl Orders {
             queued = self.queued(tenant);
         }
         // An order that others' pages keep as it is (a shared prefix) is not walked through again and again.
-        let _ = stuck.transit(|word| (word == SEARCHING).then_some(STUCK_NOW));
+        stuck.put(1);
         None
     }
 
@@ -328,7 +319,7 @@ struct Terms {
 /// Decide about a page that was just popped (see the table at the head of this file).
 fn judge(pages: &Pages, id: PageId, node: &Node, terms: Terms, spared: &mut u32) -> Verdict {
     let word = pages.word(id);
-    let mut now = word.get();
+    let mut now = word.first();
     loop {
         let page = PageWord(now);
         debug_assert!(page.is_queued() && !page.is_leaving(), "{page:?} stands in the order");

@@ -133,13 +133,16 @@ impl Pages {
             }
         }
         let _op = pool.enter(self.lane);
+        let mut events = Vec::new();
         let publish = |(&page, names): (&PageRef, &Names<'_>)| {
             let word = pool.pages.read(page.id);
             // Somebody who holds it too could publish it at the same moment: whoever claims the names first does.
             let proven = || pool.orders.recall(tenant, [names.key]) == 1;
-            !word.is_indexed() && pool.publish(self.lane, page, group, names, proven()).is_some()
+            !word.is_indexed() && pool.publish(self.lane, page, group, names, proven(), &mut events).is_some()
         };
-        Ok(pages.iter().zip(&names).map(publish).collect())
+        let published = pages.iter().zip(&names).map(publish).collect();
+        pool.events.publish_all(&events);
+        Ok(published)
     }
 
     /// Look keys up in the scope of `tenant` and reference what is there, up to the first that is not: a gap ends a hit.

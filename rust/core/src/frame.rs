@@ -21,7 +21,7 @@
 
 mod extents;
 mod lists;
-#[cfg(all(test, kvalloc_loom))]
+#[cfg(all(test, any(kvalloc_loom, kvalloc_shuttle)))]
 mod models;
 mod quiesce;
 #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]

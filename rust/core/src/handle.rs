@@ -35,8 +35,8 @@ impl Sequence {
     }
 
     pub(crate) fn visit<R>(&self, f: impl FnOnce(&Pool, &mut Body, &mut Scratch) -> R) -> Result<R, Error> {
-        // Dropped after the lock: a batch whose last handle this is locks its sequences to give them back.
-        let at;
+        // Dropped after the lock: should this be the last handle of the batch, its end locks its sequences.
+        let batch;
         let mut place = try_lock(&self.place, "the sequence")?;
         match &mut *place {
             Place::Closed => Err(Error::Closed("the sequence")),
@@ -44,10 +44,10 @@ impl Sequence {
                 let _op = self.pool.enter(body.lane);
                 Ok(f(&self.pool, body, &mut Scratch::default()))
             }
-            Place::Batched(batch) => {
+            Place::Batched(at) => {
                 // A batch that is going away is about to hand the body back.
-                at = batch.upgrade().ok_or(Error::Busy("the batch of the sequence"))?;
-                at.visit(self, |body, scratch| f(&self.pool, body, scratch))
+                batch = at.upgrade().ok_or(Error::Busy("the batch of the sequence"))?;
+                batch.visit(self, |body, scratch| f(&self.pool, body, scratch))
             }
         }
     }
@@ -105,7 +105,7 @@ impl Sequence {
         self.visit(|_, body, _| {
             if body.slots > body.known() && !tokens.is_empty() {
                 return Err(Error::Argument(format!(
-                    "the sequence has {} tokens and slots for {}, which a step that is not committed has written: \
+                    "the sequence has {} tokens and slots for {}, which steps that are not committed have written: \
                      what stands there is known after the commit",
                     body.known(),
                     body.slots
@@ -137,7 +137,15 @@ impl Sequence {
     /// Busy, closed; a page has too many references.
     pub fn fork(&self) -> Result<Arc<Self>, Error> {
         self.pool.check_open()?;
-        let body = self.visit(|pool, body, scratch| body.fork(pool, scratch))??;
+        let body = self.visit(|pool, body, scratch| {
+            if body.slots > body.written && (0..body.tables.len()).any(|g| pool.is_state(GroupId(g as u8))) {
+                return Err(Error::Argument(
+                    "a step that is not committed is writing the fixed state; commit it before the fork"
+                        .into(),
+                ));
+            }
+            body.fork(pool, scratch)
+        })??;
         Ok(Self::handle(&self.pool, body))
     }
 
@@ -155,15 +163,15 @@ impl Sequence {
     /// # Errors
     /// Busy.
     pub fn close(&self) -> Result<(), Error> {
-        // As in `visit`.
-        let at;
+        // Dropped after the lock, as in `visit`.
+        let batch;
         let mut place = try_lock(&self.place, "the sequence")?;
         let body = match &mut *place {
             Place::Closed => return Ok(()),
             Place::Idle(_) => None,
-            Place::Batched(batch) => {
-                at = batch.upgrade().ok_or(Error::Busy("the batch of the sequence"))?;
-                Some(at.expel(self)?)
+            Place::Batched(at) => {
+                batch = at.upgrade().ok_or(Error::Busy("the batch of the sequence"))?;
+                Some(batch.expel(self)?)
             }
         };
         let body = match (std::mem::replace(&mut *place, Place::Closed), body) {

@@ -189,6 +189,7 @@ impl Index {
     }
 
     /// How many inserts found both buckets full.
+    #[cfg(any(test, feature = "measure"))]
     pub(crate) fn refused(&self) -> u64 {
         self.refused.peek()
     }
@@ -378,7 +379,7 @@ fn same_link(pages: &Pages, a: Link, b: Link) -> bool {
     }
 }
 
-#[cfg(all(test, kvalloc_loom))]
+#[cfg(all(test, any(kvalloc_loom, kvalloc_shuttle)))]
 mod models;
 #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
 mod tests;

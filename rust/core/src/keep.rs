@@ -16,7 +16,7 @@ use crate::{
     sequence::Sequence,
     stats::{Counter, Snapshot, TenantSnapshot},
     sync::Atom,
-    word::{GroupId, Lane, PageId, PageRef, TenantId, Tier, Units, page::Dropped},
+    word::{GroupId, Lane, PageId, PageRef, SizeId, TenantId, Tier, Units, page::Dropped},
 };
 
 impl Pool {
@@ -97,6 +97,11 @@ impl Pool {
         self.pins.list(owner)
     }
 
+    /// What an owner's pins use of its budget.
+    pub fn pin_budget_used(&self, owner: TenantId) -> Units {
+        self.pins.used(owner)
+    }
+
     fn unpin_pages(&self, pages: &[PageRef]) {
         let _op = self.enter(Lane(0));
         // Children first, as everywhere.
@@ -131,22 +136,54 @@ impl Pool {
         let _op = self.enter(Lane(0));
         // From here on no key of before is asked for; what is still listed under one is on its way out.
         self.weights_epoch.plus(1);
-        let mut dropped = 0;
         // Children leave before parents, which may stand in the order of an earlier tenant: until a round finds nothing.
+        let mut dropped = 0;
         loop {
-            let before = dropped;
-            for tenant in (0..=self.ledger.top()).map(TenantId) {
-                while let Some(id) = self.orders.drain_one(&self.pages, tenant) {
-                    self.expel(id);
-                    dropped += 1;
-                }
-            }
-            if dropped == before {
+            let more: u64 = (0..=self.ledger.top()).map(|t| self.drop_cached(TenantId(t))).sum();
+            if more == 0 {
                 break;
             }
+            dropped += more;
         }
         self.events.publish(Event::Cleared);
         Ok(dropped)
+    }
+
+    /// Take a tenant out of the tree; its cached pages become free. How many did.
+    ///
+    /// # Errors
+    /// It has children, or pages that are held or promised: then nothing is done.
+    pub fn remove_tenant(&self, tenant: TenantId) -> Result<u64, Error> {
+        self.check_tenant(tenant)?;
+        // All or nothing; what comes up between here and the end only leaves the tenant without its cache.
+        let usage = self.ledger.subtree_usage(Tier::Device, tenant);
+        let busy = usage.held.0 + usage.promised.0;
+        if busy > 0 || self.ledger.ids().any(|id| self.ledger.parent(id) == Some(tenant)) {
+            return Err(Error::Tenant(format!(
+                "tenant {:?} has children, or {} bytes that are held or promised; close those first",
+                self.ledger.name(tenant).unwrap_or_default(),
+                self.bytes(busy)
+            )));
+        }
+        for pin in self.pins.take_all(Some(tenant)) {
+            self.unpin_pages(&pin.pages);
+        }
+        let _op = self.enter(Lane(0));
+        let dropped = self.drop_cached(tenant);
+        self.ledger.remove(tenant).map_err(|e| Error::Tenant(e.to_string()))?;
+        self.orders.reset(tenant);
+        self.stats.forget(tenant);
+        Ok(dropped)
+    }
+
+    /// Take every cached page of a tenant out of the books; how many.
+    fn drop_cached(&self, tenant: TenantId) -> u64 {
+        let mut dropped = 0;
+        while let Some(id) = self.orders.drain_one(&self.pages, tenant) {
+            self.expel(id);
+            dropped += 1;
+        }
+        dropped
     }
 
     /// Tenants, limits, charges.
@@ -200,6 +237,14 @@ impl Pool {
     pub fn room_in(&self, tier: Tier) -> (u64, u64) {
         let arena = self.arena(tier);
         (arena.capacity_bytes(), arena.free_bytes())
+    }
+
+    /// Bytes of a tier that are free, and of no use to pages of the size that is worst off: they lie in extents that serve
+    /// other sizes.
+    pub fn fragmented(&self, tier: Tier) -> u64 {
+        let arena = self.arena(tier);
+        let usable = arena.sizes().iter().zip(0..).map(|(bytes, size)| arena.available(SizeId(size)) * bytes);
+        arena.free_bytes().saturating_sub(usable.min().unwrap_or(0))
     }
 
     /// Bytes of a number of units.

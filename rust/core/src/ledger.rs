@@ -1,7 +1,7 @@
 //! HOW MUCH: who is charged for what, in each tier.
 //!
-//! Every frame handed out is charged, in units, to exactly one node of the tenant tree. A tier has a [`book`]: a tree
-//! ([`tree`]: limits and claims) and the stocks in front of it ([`stock`]). So at any moment, per tier:
+//! Every frame handed out is charged, in units, to exactly one node of the tenant tree. A tier has a book: a tree
+//! (limits and claims) and the stocks in front of it. So at any moment, per tier:
 //!
 //! ```text
 //! charged(root) = held + cached + pinned + promised + stocks of all nodes <= capacity
@@ -194,20 +194,6 @@ impl Ledger {
         self.revive(tier, tenant, n)?;
         self.to_pinned(tier, tenant, n);
         Ok(())
-    }
-
-    /// Count `n` units against the tenant's budget of pinned units, whether their pages are held or not.
-    ///
-    /// # Errors
-    /// The budget is used up.
-    pub fn take_pin_budget(&self, tenant: TenantId, n: Units) -> Result<(), Refused> {
-        let taken = self.books[0].tree.take_pins(tenant, n);
-        taken.map_err(|obstacle| refused(Tier::Device, tenant, n, obstacle))
-    }
-
-    /// The inverse of [`Self::take_pin_budget`].
-    pub fn give_pin_budget(&self, tenant: TenantId, n: Units) {
-        self.books[0].tree.give_pins(tenant, n);
     }
 
     /// What a node has and where it stands, the children not counted.

@@ -16,9 +16,10 @@ use crate::{
     page::Link,
     pool::{Pool, Scratch},
     stats::Counter,
+    sync::Atom,
     word::{
-        GroupId, Lane, PageId, PageRef, TenantId, Tier, Units,
-        page::{Dropped, PageWord, Shared},
+        FrameId, GroupId, Lane, PageId, PageRef, TenantId, Tier, Units,
+        page::{Dropped, Location, PageWord, Shared},
     },
 };
 
@@ -43,6 +44,7 @@ impl Pool {
     }
 
     /// Make a page that the caller holds, written to the end, findable. `None`: it could not be listed, and stays private.
+    /// What is to be told goes to `events`, for the caller to publish while it still holds the page.
     pub(crate) fn publish(
         &self,
         lane: Lane,
@@ -50,6 +52,7 @@ impl Pool {
         group: GroupId,
         names: &Names<'_>,
         proven: bool,
+        events: &mut Vec<Event>,
     ) -> Option<Seen> {
         let id = page.id;
         let payer = self.pages.payer(id);
@@ -77,14 +80,14 @@ impl Pool {
         if !self.index.insert(names.key, id) {
             let _ = self.pages.transit(id, |w| w.unpublish());
             if let Some(parent) = parent {
-                self.pages.remove_child(parent.id);
+                self.lose_child(parent);
             }
             self.stats.count(lane, Counter::PublishRefused, 1);
             return None;
         }
         self.stats.count(lane, Counter::PagesPublished, 1);
         if twin.is_none() && self.events.is_on() {
-            self.events.publish(Event::Stored {
+            events.push(Event::Stored {
                 key: names.key,
                 parent: parent.map(|at| self.pages.key(at.id)),
                 page,
@@ -97,6 +100,13 @@ impl Pool {
         Some(Seen { page, prefix })
     }
 
+    /// One child of a page has left the index; with the last one the page itself can be evicted.
+    fn lose_child(&self, parent: PageRef) {
+        if self.pages.remove_child(parent.id) {
+            self.orders.unstick(self.pages.payer(parent.id));
+        }
+    }
+
     /// Out of the index, so that nobody finds it any more; its parent has one child less. The caller owns the page:
     /// it is LEAVING, or the caller alone holds it.
     pub(crate) fn unindex(&self, id: PageId, group: GroupId) {
@@ -106,11 +116,8 @@ impl Pool {
             let tier = self.tier_of(id);
             self.events.publish(Event::Removed { key, group, tenant: self.pages.payer(id), tier });
         }
-        if let Link::Page(parent) = self.pages.link(id)
-            && self.pages.remove_child(parent.id)
-        {
-            // It may be the last one that kept a page of another tenant's order there.
-            self.orders.unstick(self.pages.payer(parent.id));
+        if let Link::Page(parent) = self.pages.link(id) {
+            self.lose_child(parent);
         }
     }
 
@@ -138,7 +145,8 @@ impl Pool {
         }
         self.unindex(page.id, group);
         // It will be published again, and who saw it under its old key must not take it for that: another life begins.
-        let (Ok(word) | Err(word)) = self.pages.transit(page.id, |w| w.renew());
+        // Not while a copy uses the frame: whoever ends the lease knows this life.
+        let word = self.pages.transit(page.id, |w| w.renew()).ok()?;
         Some(PageRef { id: page.id, generation: word.generation() })
     }
 
@@ -243,6 +251,45 @@ impl Pool {
             self.stats.count(lane, Counter::StaleReferences, stale as u64);
         }
         stale
+    }
+
+    /// Move a page to another frame of its class: `copy` is given both frames and has done the copy when it returns. Who
+    /// holds the page notices nothing; batches show the new frame from their next step on, and the old one is used again
+    /// once all of them have taken it. `None`: it is not there any more, another copy uses it, or no frame is free.
+    ///
+    /// While it is copied the page can be hit, held and let go, but not leave: whoever ends the lease sees to that.
+    pub fn relocate(&self, page: PageRef, copy: impl FnOnce(FrameId, FrameId)) -> Option<FrameId> {
+        let lane = self.next_lane();
+        let _op = self.enter(lane);
+        self.pages.transit(page.id, |w| w.lease(page.generation)).ok()?;
+        let from = self.pages.location(page.id);
+        let tier = from.tier().unwrap_or(Tier::Device);
+        let size = self.classes[from.class().as_usize()].size;
+        let mut claimed = Vec::with_capacity(1);
+        let moved = (self.arena(tier).claim(size, lane, 1, &mut claimed) == 1).then(|| {
+            copy(from.frame(), claimed[0]);
+            let to = Location::new(tier, from.class(), claimed[0]);
+            // Only the holder of the lease moves a page.
+            let swapped = self.pages.swap_location(page.id, from, to);
+            debug_assert!(swapped.is_ok(), "{page:?} moved while it was leased: {swapped:?}");
+            self.quiescence.retire(tier, size, from.frame());
+            self.moves.plus(1);
+            claimed[0]
+        });
+        if let Ok(true) = self.pages.transit_with(page.id, |w| w.unlease(page.generation)) {
+            self.free_leaving(lane, page.id);
+        }
+        moved
+    }
+
+    /// A page that is LEAVING, never had a key (or lost it) and was counted as held.
+    fn free_leaving(&self, lane: Lane, id: PageId) {
+        let (location, payer) = (self.pages.location(id), self.pages.payer(id));
+        let tier = location.tier().unwrap_or(Tier::Device);
+        let class = self.classes[location.class().as_usize()];
+        self.retire(id);
+        self.free_place(id, class, location);
+        self.ledger.discharge(tier, payer, lane, Units(class.units));
     }
 
     /// Pages of one payer and one class.

@@ -147,7 +147,7 @@ impl Pages {
         f: impl Fn(PageWord) -> Option<(PageWord, R)>,
     ) -> Result<R, PageWord> {
         let word = self.word(id);
-        let mut now = word.get();
+        let mut now = word.first();
         loop {
             let Some((next, answer)) = f(PageWord(now)) else { return Err(PageWord(now)) };
             match word.cas(now, next.0) {

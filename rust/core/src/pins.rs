@@ -175,6 +175,7 @@ impl Pins {
     }
 
     /// How many there are.
+    #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.lock().pins.len()
     }

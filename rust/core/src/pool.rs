@@ -23,12 +23,12 @@
 use crate::{
     clock::Clock,
     error::{Error, Refusal, Why},
-    event::Events,
+    event::{Event, Events},
     evict::{NODES_PER_TENANT, Orders},
     frame::{Arena, Quiescence, Slots},
     hash::{ChainKey, Hasher, Secret},
     index::Index,
-    ledger::{self, Ledger, Refused},
+    ledger::{self, Ledger, ROOT, Refused},
     page::{MAX_TENANTS, Pages},
     pins::Pins,
     spec::{ArenaLayout, GroupKind, Spec},
@@ -118,6 +118,7 @@ pub(crate) struct Scratch {
     pub(crate) queue: Vec<PageId>,
     pub(crate) reversed: Vec<PageRef>,
     pub(crate) keys: Vec<ChainKey>,
+    pub(crate) events: Vec<Event>,
     /// Sources of copies that the step in progress asked for.
     pub(crate) sources: Vec<PageRef>,
 }
@@ -134,6 +135,8 @@ impl Drop for Op<'_> {
     }
 }
 
+/// Pages evicted for a limit between two looks at it.
+const MOST_AT_ONCE: u32 = 64;
 /// Evictions between two choices of the tenant that gives back.
 const CHOICE_HOLDS: u64 = 32;
 
@@ -184,7 +187,7 @@ impl Pool {
         };
         let classes = spec.classes().iter().enumerate().map(class).collect();
         let largest = groups.iter().map(|g| g.units).max().unwrap_or(1);
-        let secret = match options.secret.clone() {
+        let secret = match options.secret {
             Some(secret) => secret,
             None => Secret::random().map_err(|e| argument(&e))?,
         };
@@ -292,7 +295,8 @@ impl Pool {
     pub(crate) fn refusal(&self, refused: Refused) -> Refusal {
         Refusal {
             why: match refused.why {
-                ledger::Why::Limit => Why::Limit,
+                // Nobody can raise the limit of the root: it is the capacity.
+                ledger::Why::Limit if refused.level != ledger::ROOT => Why::Limit,
                 _ => Why::Claim,
             },
             tier: refused.tier,
@@ -303,14 +307,22 @@ impl Pool {
         }
     }
 
-    /// Charge, taking the cached pages under a limit that is in the way.
-    fn charge(&self, lane: Lane, payer: TenantId, units: u32) -> Result<(), Refusal> {
-        self.pay(lane, payer, || self.ledger.charge(Tier::Device, payer, lane, Units(units)))
+    /// Charge, taking the cached pages under a limit that is in the way; places of `size` go to `scratch`.
+    fn charge(
+        &self,
+        lane: Lane,
+        payer: TenantId,
+        units: u32,
+        size: SizeId,
+        scratch: &mut Scratch,
+    ) -> Result<(), Refusal> {
+        let attempt = || self.ledger.charge(Tier::Device, payer, lane, Units(units));
+        self.pay(lane, payer, attempt, Some((size, scratch)))
     }
 
     /// Promise `units` to a sequence of `payer`, taking cached pages under a limit that is in the way.
     pub(crate) fn promise(&self, lane: Lane, payer: TenantId, units: u32) -> Result<(), Refusal> {
-        self.pay(lane, payer, || self.ledger.promise(Tier::Device, payer, lane, Units(units)))
+        self.pay(lane, payer, || self.ledger.promise(Tier::Device, payer, lane, Units(units)), None)
     }
 
     fn pay(
@@ -318,20 +330,32 @@ impl Pool {
         lane: Lane,
         payer: TenantId,
         mut attempt: impl FnMut() -> Result<(), Refused>,
+        mut wanted: Option<(SizeId, &mut Scratch)>,
     ) -> Result<(), Refusal> {
         loop {
             let Err(refused) = attempt() else { return Ok(()) };
+            if self.expire_pins() > 0 {
+                continue;
+            }
             if refused.why != ledger::Why::Limit {
                 return Err(self.refusal(refused));
             }
-            // At a limit the cached pages below it go first, the tenant's own before its neighbours'.
+            // Cached pages are given up only for what fits then.
+            let room = self.ledger.room(Tier::Device, payer, refused.asked);
+            if room.now < refused.asked {
+                let why = if room.level == ledger::ROOT { ledger::Why::Claim } else { ledger::Why::Limit };
+                return Err(self.refusal(Refused { why, level: room.level, room: room.now, ..refused }));
+            }
             let mut missing = refused.asked.0.saturating_sub(refused.room.0).max(1);
             let mut evicted = false;
             while missing > 0 {
-                let own = self.evict_of(lane, payer, payer);
-                let Some(units) = own.or_else(|| self.evict_within(lane, refused.level, payer)) else {
+                // Never more than needed: the loop comes again.
+                let largest = self.classes.iter().map(|c| c.units).max().unwrap_or(1).max(1);
+                let pages = missing.div_ceil(largest).min(MOST_AT_ONCE) as usize;
+                let (got, units) = self.evict_below(lane, refused.level, payer, pages, &mut wanted);
+                if got == 0 {
                     break;
-                };
+                }
                 evicted = true;
                 missing = missing.saturating_sub(units);
             }
@@ -343,6 +367,7 @@ impl Pool {
 
     /// Take `n` new pages of `group` for `payer`: all or none. Appends them to `out`; their frames are then in
     /// `scratch.frames`, in the same order. What `promise` covers is taken from it.
+    #[expect(clippy::too_many_arguments, reason = "who, what, how many, out of which promise, where to")]
     pub(crate) fn take(
         &self,
         lane: Lane,
@@ -366,14 +391,20 @@ impl Pool {
                 room,
             });
         };
+        let size = self.classes[class.as_usize()].size;
+        scratch.frames.clear();
+        scratch.ids.clear();
         let promised = total.min(*promise);
-        if promised < total {
-            self.charge(lane, payer, total - promised)?;
+        if promised < total
+            && let Err(refusal) = self.charge(lane, payer, total - promised, size, scratch)
+        {
+            self.unclaim(size, scratch);
+            return Err(refusal);
         }
         if promised > 0 {
             self.ledger.charge_promised(Tier::Device, payer, lane, Units(promised));
         }
-        if let Err(refusal) = self.claim_frames(lane, payer, class, n, &mut scratch.frames) {
+        if let Err(refusal) = self.claim(lane, payer, size, n, scratch) {
             if promised > 0 {
                 self.ledger.discharge_promised(Tier::Device, payer, lane, Units(promised));
             }
@@ -383,10 +414,6 @@ impl Pool {
             return Err(refusal);
         }
         *promise -= promised;
-        scratch.ids.clear();
-        let ids = self.slots.claim(lane, n, &mut scratch.ids);
-        // Ids come back before frames do, and there is one for every frame of the smallest size.
-        debug_assert_eq!(ids, n, "an id for every frame");
         out.reserve(n);
         for (&id, &frame) in scratch.ids.iter().zip(&scratch.frames) {
             out.push(self.begin(id, payer, class, frame));
@@ -404,17 +431,6 @@ impl Pool {
         debug_assert!(word.is_ok(), "{id} was in the free set, and yet {word:?}");
         let (Ok(word) | Err(word)) = word;
         PageRef { id, generation: word.generation() }
-    }
-
-    /// Claim up to `n` free frames and as many ids, into `scratch`, without taking anything back for them.
-    pub(crate) fn claim_free(&self, lane: Lane, group: GroupId, n: usize, scratch: &mut Scratch) -> usize {
-        let size = self.classes[self.groups[group.as_usize()].class.as_usize()].size;
-        scratch.frames.clear();
-        scratch.ids.clear();
-        let got = self.arena(Tier::Device).claim(size, lane, n, &mut scratch.frames);
-        let ids = self.slots.claim(lane, got, &mut scratch.ids);
-        debug_assert_eq!(ids, got, "an id for every frame");
-        got
     }
 
     /// One page of what [`Self::claim_free`] got, charged to `payer` or taken from `promise`. `None`: not without asking
@@ -443,93 +459,162 @@ impl Pool {
         Some((self.begin(id, payer, class, frame), frame))
     }
 
-    /// Give back what [`Self::claim_free`] got and nobody took.
-    pub(crate) fn unclaim(&self, lane: Lane, group: GroupId, taken: usize, scratch: &Scratch) {
-        if !scratch.ids.is_empty() {
-            let size = self.classes[self.groups[group.as_usize()].class.as_usize()].size;
-            // Both were claimed a moment ago.
-            let _ = self.slots.release_many(&scratch.ids);
-            let _ = self.arena(Tier::Device).release_many(size, &scratch.frames);
-        }
-        self.stats.count(lane, Counter::PagesAllocated, taken as u64);
-    }
-
-    /// Frames for `n` pages of `class`, evicting where none are free.
-    fn claim_frames(
+    /// Ids and frames for `n` pages, beside those that `scratch` has already, evicting where none are free.
+    fn claim(
         &self,
         lane: Lane,
         payer: TenantId,
-        class: ClassId,
+        size: SizeId,
         n: usize,
-        frames: &mut Vec<FrameId>,
+        scratch: &mut Scratch,
     ) -> Result<(), Refusal> {
-        let size = self.classes[class.as_usize()].size;
-        let arena = self.arena(Tier::Device);
-        frames.clear();
-        let mut got = arena.claim(size, lane, n, frames);
+        let mut got = scratch.ids.len();
+        got += self.claim_free(lane, size, n.saturating_sub(got), scratch);
         while got < n {
-            let evicted = self.evict(lane, payer, n - got);
-            if evicted == 0 && self.quiescence.drain(&self.arenas) == 0 {
+            let evicted = self.evict(lane, payer, n - got, size, scratch);
+            if evicted == 0 && self.quiescence.drain(&self.arenas) == 0 && self.expire_pins() == 0 {
                 break;
             }
-            got += arena.claim(size, lane, n - got, frames);
+            // What was evicted and fits is in `scratch`; what was of another size may have freed an extent.
+            got = scratch.ids.len();
+            got += self.claim_free(lane, size, n - got, scratch);
         }
-        if got == n {
+        if got >= n {
+            // A limit that was deep under use may have given back more.
+            self.unclaim_from(n, size, scratch);
             return Ok(());
         }
-        // They were claimed a moment ago.
-        let _ = arena.release_many(size, frames);
-        frames.clear();
+        self.unclaim(size, scratch);
+        let arena = self.arena(Tier::Device);
         let page = self.spec.sizes()[size.as_usize()];
         let (asked, room) = (n as u64 * page, arena.free_bytes());
         let why = if room >= asked { Why::Fragmented } else { Why::Frames };
         Err(Refusal { why, tier: Tier::Device, tenant: payer, level: TenantId(0), asked, room })
     }
 
+    /// Claim up to `n` free frames and as many ids, behind what is in `scratch`, without taking anything back for them.
+    pub(crate) fn claim_free(&self, lane: Lane, size: SizeId, n: usize, scratch: &mut Scratch) -> usize {
+        if n == 0 {
+            return 0;
+        }
+        let got = self.arena(Tier::Device).claim(size, lane, n, &mut scratch.frames);
+        let ids = self.slots.claim(lane, got, &mut scratch.ids);
+        // Ids come back before frames do, and there is one for every frame of the smallest size.
+        debug_assert_eq!(ids, got, "an id for every frame");
+        got
+    }
+
+    /// Give back ids and frames that nobody took.
+    pub(crate) fn unclaim(&self, size: SizeId, scratch: &mut Scratch) {
+        self.unclaim_from(0, size, scratch);
+    }
+
+    fn unclaim_from(&self, keep: usize, size: SizeId, scratch: &mut Scratch) {
+        if scratch.ids.len() > keep {
+            // Both were claimed a moment ago.
+            let _ = self.slots.release_many(&scratch.ids[keep..]);
+            let _ = self.arena(Tier::Device).release_many(size, &scratch.frames[keep..]);
+            scratch.ids.truncate(keep);
+            scratch.frames.truncate(keep);
+        }
+    }
+
     /// Evict up to `n` cached pages: of the tenants most over their claim first. How many were.
-    fn evict(&self, lane: Lane, asker: TenantId, n: usize) -> usize {
+    fn evict(&self, lane: Lane, asker: TenantId, n: usize, size: SizeId, scratch: &mut Scratch) -> usize {
+        let mut wanted = Some((size, scratch));
         let mut evicted = 0;
         while evicted < n {
-            let hint = self.victim.peek();
-            let (tenant, holds) = (TenantId(hint as u32), hint >> 32);
-            if holds > 0 && self.evict_of(lane, tenant, asker).is_some() {
-                self.victim.put((holds - 1) << 32 | u64::from(tenant.0));
-                evicted += 1;
-                continue;
-            }
-            if self.evict_within(lane, TenantId(0), asker).is_none() {
+            let (got, _) = self.evict_below(lane, ROOT, asker, n - evicted, &mut wanted);
+            if got == 0 {
                 break;
             }
-            evicted += 1;
+            evicted += got;
         }
         evicted
     }
 
-    /// Evict a cached page of the subtree of `level`, of the tenant there that should give back first: its units.
-    fn evict_within(&self, lane: Lane, level: TenantId, asker: TenantId) -> Option<u32> {
-        let worst = self.ledger.worst(Tier::Device, level, |_| false)?;
-        if let Some(units) = self.evict_of(lane, worst, asker) {
-            if level == TenantId(0) {
-                self.victim.put(CHOICE_HOLDS << 32 | u64::from(worst.0));
-            }
-            return Some(units);
+    /// Evict some cached pages, `n` at most, in the subtree of `level`: pages, units. At a tenant's limit the asker's own
+    /// go first, in the whole pool those of whoever is most over its claim. In the end neither hits nor protection count:
+    /// they are a bias, and nothing is refused for it.
+    fn evict_below(
+        &self,
+        lane: Lane,
+        level: TenantId,
+        asker: TenantId,
+        n: usize,
+        wanted: &mut Option<(SizeId, &mut Scratch)>,
+    ) -> (usize, u32) {
+        let hint = self.victim.peek();
+        let (mut tenant, mut holds) =
+            if level == ROOT { (TenantId(hint as u32), hint >> 32) } else { (asker, n as u64) };
+        let mut got = (0, 0);
+        if holds > 0 {
+            got = self.evict_of(lane, tenant, asker, n.min(holds as usize), false, wanted);
         }
-        // Its cached pages are parents of others' pages, which have to leave first, or on their way: look at everybody.
-        let all = (0..=self.ledger.top()).map(TenantId).filter(|&t| self.ledger.is_under(t, level));
-        all.into_iter().find_map(|t| self.evict_of(lane, t, asker))
+        for last_resort in [false, true] {
+            let mut tried = Vec::new();
+            while got.0 == 0
+                && let Some(worst) = self.worst(level, &tried)
+            {
+                (tenant, holds) = (worst, CHOICE_HOLDS.max(u64::from(self.ledger.top()) / 8));
+                got = self.evict_of(lane, tenant, asker, n.min(holds as usize), last_resort, wanted);
+                // Its pages are on their way, or others' pages continue them: then it is the next one's turn.
+                tried.push(worst);
+            }
+        }
+        if level == ROOT && got.0 > 0 {
+            self.victim.put(holds.saturating_sub(got.0 as u64) << 32 | u64::from(tenant.0));
+        }
+        got
     }
 
-    /// Evict one cached page of `tenant` for `asker`: its units, if there was one.
-    fn evict_of(&self, lane: Lane, tenant: TenantId, asker: TenantId) -> Option<u32> {
-        let id = self.orders.victim(&self.pages, tenant, self.ticks())?;
-        self.stats.count_for(tenant, TenantCounter::Evicted, 1);
-        if tenant == asker {
-            self.stats.count(lane, Counter::EvictedOwn, 1);
-        } else {
-            self.stats.count(lane, Counter::EvictedForeign, 1);
-            self.stats.count_for(tenant, TenantCounter::EvictedByOthers, 1);
+    /// The tenant in the subtree of `level` that should give back a cached page first, of those not tried yet.
+    fn worst(&self, level: TenantId, tried: &[TenantId]) -> Option<TenantId> {
+        self.ledger.worst(Tier::Device, level, |t| tried.contains(&t))
+    }
+
+    /// Evict up to `n` cached pages of `tenant` for `asker`: pages, units. Ids and frames of a size that is wanted go to a
+    /// scratch instead of back into the free sets.
+    fn evict_of(
+        &self,
+        lane: Lane,
+        tenant: TenantId,
+        asker: TenantId,
+        n: usize,
+        last_resort: bool,
+        wanted: &mut Option<(SizeId, &mut Scratch)>,
+    ) -> (usize, u32) {
+        let now = self.ticks();
+        let next = || match last_resort {
+            false => self.orders.victim(&self.pages, tenant, now),
+            true => self.orders.drain_one(&self.pages, tenant),
+        };
+        let (mut pages, mut units) = (0, 0);
+        while pages < n
+            && let Some(id) = next()
+        {
+            let (class, location) = self.take_out(id);
+            match wanted {
+                Some((size, scratch)) if class.size == *size && location.tier() == Some(Tier::Device) => {
+                    scratch.ids.push(id);
+                    scratch.frames.push(location.frame());
+                }
+                _ => self.free_place(id, class, location),
+            }
+            pages += 1;
+            units += class.units;
         }
-        Some(self.expel(id))
+        if pages > 0 {
+            self.ledger.drop_cached(Tier::Device, tenant, Units(units));
+            self.stats.count_for(tenant, TenantCounter::Evicted, pages as u64);
+            if tenant == asker {
+                self.stats.count(lane, Counter::EvictedOwn, pages as u64);
+            } else {
+                self.stats.count(lane, Counter::EvictedForeign, pages as u64);
+                self.stats.count_for(tenant, TenantCounter::EvictedByOthers, pages as u64);
+            }
+        }
+        (pages, units)
     }
 
     /// The pool's time as the eviction orders count it: protection ends to the second.
@@ -550,23 +635,30 @@ impl Pool {
         self.stats.count_for(refusal.tenant, TenantCounter::Refused, 1);
     }
 
-    /// Take a page that is LEAVING and was cached out of the books: its units.
-    pub(crate) fn expel(&self, id: PageId) -> u32 {
+    /// Take a page that is LEAVING and was cached out of the books.
+    pub(crate) fn expel(&self, id: PageId) {
         let payer = self.pages.payer(id);
+        let (class, location) = self.take_out(id);
+        self.free_place(id, class, location);
+        self.ledger.drop_cached(location.tier().unwrap_or(Tier::Device), payer, Units(class.units));
+    }
+
+    /// A LEAVING page out of the index and on to its next life; its id and frame are the caller's.
+    fn take_out(&self, id: PageId) -> (ClassInfo, Location) {
         let location = self.pages.location(id);
-        let tier = location.tier().unwrap_or(Tier::Device);
         let class = self.classes[location.class().as_usize()];
-        let units = class.units;
         if self.pages.read(id).is_indexed() {
             self.unindex(id, class.group);
         }
         self.retire(id);
-        // The id was taken with the page.
+        (class, location)
+    }
+
+    /// Id and frame of a page that has ended into the free sets.
+    pub(crate) fn free_place(&self, id: PageId, class: ClassInfo, location: Location) {
+        // Both were taken with the page, so neither can be a second free; the sets would count it.
         let _ = self.slots.release(id);
-        // The frame was taken with the page, so this can't be a second free: the arena would count it.
-        let _ = self.arena(tier).release(class.size, location.frame());
-        self.ledger.drop_cached(tier, payer, Units(units));
-        units
+        let _ = self.arena(location.tier().unwrap_or(Tier::Device)).release(class.size, location.frame());
     }
 
     /// leaving -> free.

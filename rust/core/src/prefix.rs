@@ -11,7 +11,6 @@
 //! Callers: sequence.rs, admit.rs.
 
 use crate::{
-    error::Refusal,
     hash::ChainKey,
     index::{AHEAD, Parent, Seen, Wanted},
     pool::{Pool, Scratch},
@@ -51,8 +50,6 @@ pub(crate) struct Hit {
     pub(crate) keys: Vec<ChainKey>,
     /// What the next page continues.
     pub(crate) parent: Parent,
-    /// Set when the hit ended because the ledger would not let a cached page be held.
-    pub(crate) refusal: Option<Refusal>,
 }
 
 /// A prompt to look up.
@@ -84,10 +81,9 @@ impl Pool {
         let anchor = self.spec.anchor();
         let groups = self.groups.len();
         let mut chain = Chain { keys: vec![prompt.root], seen: Vec::new() };
-        let mut refusal = None;
         let mut n = match anchor {
             Some(group) => {
-                refusal = self.follow(lane, prompt, ranges, group, most, &mut chain);
+                self.follow(lane, prompt, ranges, group, most, &mut chain);
                 chain.seen.len() as u32
             }
             None => {
@@ -109,8 +105,7 @@ impl Pool {
                 let places = self.places(g, n);
                 let wanted =
                     places.clone().map_while(|i| self.look(prompt, ranges, &chain, g, i)).collect::<Vec<_>>();
-                let (held, refused) = self.hold(lane, &wanted);
-                refusal = refusal.or(refused);
+                let (held, _) = self.hold(lane, &wanted);
                 tables[g.as_usize()] = (places.start, wanted[..held].to_vec());
                 if held < places.len() {
                     // Evicted since it was seen, or not to be held: the hit ends before it.
@@ -136,7 +131,7 @@ impl Pool {
             (_, Some(_)) => chain.seen[n as usize - 1].as_parent(),
             (_, None) => Parent::Digest(self.hasher.digest(chain.keys[n as usize])),
         };
-        Hit { pages: n, tables, keys: chain.keys, parent, refusal }
+        Hit { pages: n, tables, keys: chain.keys, parent }
     }
 
     /// How many tokens of a prompt are cached now, without taking any reference: an answer that may be old at once.
@@ -203,7 +198,7 @@ impl Pool {
         group: GroupId,
         most: u32,
         chain: &mut Chain,
-    ) -> Option<Refusal> {
+    ) {
         let page_tokens = self.spec.page_tokens();
         let mut keys = [0; AHEAD];
         let mut found = Vec::with_capacity(AHEAD);
@@ -211,15 +206,12 @@ impl Pool {
             let start = chain.seen.len() as u32;
             let some = (most - start).min(AHEAD as u32);
             if some == 0 {
-                return None;
+                return;
             }
             chain.keys.truncate(start as usize + 1);
-            for (nth, page) in (start..start + some).enumerate() {
-                let scope = scope_at(ranges, prompt.tenant, page_tokens, page);
-                let key =
-                    self.hasher.page(scope, chain.keys[page as usize], self.page_of(prompt.tokens, page));
-                keys[nth] = self.hasher.index_key(key, group);
-                chain.keys.push(key);
+            self.hash_on(prompt, ranges, start..start + some, &mut chain.keys);
+            for (index_key, &key) in keys.iter_mut().zip(&chain.keys[start as usize + 1..]) {
+                *index_key = self.hasher.index_key(key, group);
             }
             let hints = self.index.probe(&self.pages, &keys[..some as usize]);
             found.clear();
@@ -253,18 +245,39 @@ impl Pool {
                 continue;
             }
             chain.keys.truncate(end as usize + 1);
-            return refusal;
+            return;
         }
     }
 
     fn hash_all(&self, prompt: &Prompt<'_>, ranges: &mut [Range], most: u32, keys: &mut Vec<ChainKey>) {
-        let page_tokens = self.spec.page_tokens();
         for range in ranges.iter_mut().filter(|r| !r.may_publish) {
             (range.scope, range.may_publish) = (prompt.tenant, true);
         }
-        for page in 0..most {
-            let scope = scope_at(ranges, prompt.tenant, page_tokens, page);
-            keys.push(self.hasher.page(scope, keys[page as usize], self.page_of(prompt.tokens, page)));
+        self.hash_on(prompt, ranges, 0..most, keys);
+    }
+
+    /// The keys of some pages behind those in `keys`.
+    fn hash_on(
+        &self,
+        prompt: &Prompt<'_>,
+        ranges: &[Range],
+        pages: std::ops::Range<u32>,
+        keys: &mut Vec<ChainKey>,
+    ) {
+        let size = self.spec.page_tokens();
+        let mut start = pages.start;
+        while start < pages.end {
+            let scope = scope_at(ranges, prompt.tenant, size, start);
+            let same = |&page: &u32| scope_at(ranges, prompt.tenant, size, page) == scope;
+            let run = if ranges.is_empty() {
+                pages.end
+            } else {
+                start + (start..pages.end).take_while(same).count() as u32
+            };
+            let tokens = &prompt.tokens[start as usize * size as usize..run as usize * size as usize];
+            let parent = keys.last().copied().unwrap_or(prompt.root);
+            self.hasher.pages(scope, parent, size as usize, tokens, keys);
+            start = run;
         }
     }
 
@@ -272,7 +285,12 @@ impl Pool {
     fn places(&self, group: GroupId, n: u32) -> std::ops::Range<u32> {
         match self.spec.groups()[group.as_usize()].kind {
             GroupKind::State => n.saturating_sub(1)..n,
-            _ => self.spec.first_needed(group, n * self.spec.page_tokens()).min(n)..n,
+            // Behind the border of a chunk no page is needed. Without an anchor the last one stands for the chain: what
+            // nobody ever wrote is no hit.
+            _ => {
+                let most = if self.spec.anchor().is_none() { n.saturating_sub(1) } else { n };
+                self.spec.first_needed(group, n * self.spec.page_tokens()).min(most)..n
+            }
         }
     }
 

@@ -29,9 +29,11 @@ use std::sync::{Arc, Weak};
 use crate::{
     batch::Shared as BatchShared,
     error::{Error, Refusal},
+    event::Event,
     evict::Protection,
     hash::{ChainKey, Context},
     index::Parent,
+    ledger::ROOT,
     life::Names,
     pool::{Pool, Scratch},
     prefix::{Hit, Prompt, Range, scope_at},
@@ -179,7 +181,9 @@ impl Pool {
         let lane = self.next_lane();
         let _op = self.enter(lane);
         if open.admit {
-            self.check_ever(tenant, total)?;
+            // Whoever pays, it has to fit into the pool; with nothing shared this is the whole answer, before any lookup.
+            let payer = open.share.first().map_or(tenant, |_| ROOT);
+            self.check_ever(tenant, &[(payer, self.need(total))])?;
         }
         let mut scratch = Scratch::default();
         let root = self.hasher.root(&Context {
@@ -193,15 +197,17 @@ impl Pool {
         let hit = self.find_prefix(lane, &prompt, &mut ranges, &mut scratch);
         self.settle_ranges(tenant, &mut ranges, &hit);
         let tokens = std::mem::take(&mut open.tokens);
-        let mut body = Body::new(tenant, lane, tokens, root, ranges, hit, self);
+        let mut body = Body::new(tenant, lane, tokens, open.max_new_tokens, root, ranges, hit, self);
         body.fallbacks = fallbacks(&asked, &body.ranges, tenant);
         body.protection = self.protection(&open);
         if open.admit
-            && let Err(refusal) = body.reserve(self, total)
+            && let Err(error) = body.reserve(self, total)
         {
             body.release_all(self, &mut scratch);
-            self.count_refusal(lane, &refusal);
-            return Err(refusal.into());
+            if let Error::Refused(refusal) = &error {
+                self.count_refusal(lane, refusal);
+            }
+            return Err(error);
         }
         body.admitted = if open.max_new_tokens > 0 { total } else { 0 };
         Ok(Sequence::handle(self, body))
@@ -265,6 +271,9 @@ impl Pool {
     }
 }
 
+/// Room made in advance for at most so many new tokens.
+const MOST_ROOM: u32 = 1 << 16;
+
 /// The longest sequence there can be; the counts have room above it.
 pub const MAX_TOKENS: u32 = 1 << 30;
 
@@ -286,7 +295,8 @@ impl Body {
     fn new(
         tenant: TenantId,
         lane: Lane,
-        tokens: Vec<u32>,
+        mut tokens: Vec<u32>,
+        max_new: u32,
         root: ChainKey,
         ranges: Vec<Range>,
         hit: Hit,
@@ -297,10 +307,15 @@ impl Body {
             .any(|g| pool.is_state(GroupId(g as u8)) && hit.tables.get(g).is_some_and(|t| !t.1.is_empty()));
         let mut keys = hit.keys;
         keys.drain(..keys.len().saturating_sub(KEPT_KEYS));
+        // So that steps don't allocate; but an absurd bound takes no memory before it is used.
+        let room =
+            (tokens.len() + max_new.min(MOST_ROOM) as usize).div_ceil(pool.spec.page_tokens() as usize);
+        tokens.reserve(max_new.min(MOST_ROOM) as usize);
         let tables = hit.tables.into_iter().enumerate().map(|(g, (start, live))| {
             let start = if pool.is_state(GroupId(g as u8)) { 0 } else { start };
             let dead = PageRef::from_bits(0);
-            let pages = std::iter::repeat_n(dead, start as usize).chain(live).collect();
+            let mut pages = Vec::with_capacity(room.max(start as usize + live.len()));
+            pages.extend(std::iter::repeat_n(dead, start as usize).chain(live));
             Table { start, pages }
         });
         Self {
@@ -362,7 +377,7 @@ impl Body {
     }
 
     /// Reserve what the sequence will need on its way to `total` tokens and does not hold yet.
-    fn reserve(&mut self, pool: &Pool, total: u32) -> Result<(), Refusal> {
+    fn reserve(&mut self, pool: &Pool, total: u32) -> Result<(), Error> {
         let page_tokens = pool.spec.page_tokens();
         for (g, info) in pool.groups.iter().enumerate() {
             let group = GroupId(g as u8);
@@ -392,12 +407,22 @@ impl Body {
                 }
             }
         }
-        for at in 0..self.promises.len() {
-            let (payer, units) = self.promises[at];
-            if let Err(refusal) = pool.promise(self.lane, payer, units) {
-                self.promises.truncate(at);
-                return Err(refusal);
+        let promises = std::mem::take(&mut self.promises);
+        if !self.ranges.is_empty() {
+            let mut need: Vec<_> = promises.iter().map(|&(payer, units)| (payer, u64::from(units))).collect();
+            for page in self.tables.iter().flat_map(Table::live) {
+                let payer = pool.pages.payer(page.id);
+                let units = u64::from(pool.units_of(page.id));
+                match need.iter_mut().find(|n| n.0 == payer) {
+                    Some(sum) => sum.1 += units,
+                    None => need.push((payer, units)),
+                }
             }
+            pool.check_ever(self.tenant, &need)?;
+        }
+        for (payer, units) in promises {
+            pool.promise(self.lane, payer, units)?;
+            self.promises.push((payer, units));
         }
         self.promised.clone_from(&self.promises);
         Ok(())
@@ -575,22 +600,27 @@ impl Body {
         while self.published < end && self.parent.is_some() {
             let start = self.published;
             let scope = self.payer(page_tokens, start);
+            let run = match self.ranges.is_empty() {
+                true => end,
+                false => (start..end).find(|&page| self.payer(page_tokens, page) != scope).unwrap_or(end),
+            };
             keys.clear();
-            let mut key = *self.keys.last().unwrap_or(&self.root);
-            for page in (start..end).take_while(|&page| self.payer(page_tokens, page) == scope) {
-                key = pool.hasher.page(scope, key, self.page(page_tokens, page));
-                keys.push(key);
-            }
+            let parent = *self.keys.last().unwrap_or(&self.root);
+            let size = page_tokens as usize;
+            let tokens = &self.tokens[start as usize * size..run as usize * size];
+            pool.hasher.pages(scope, parent, size, tokens, &mut keys);
             // What left the cache not long ago and is written again counts as proven, the run judged as one.
             let proven =
                 pool.orders.recall(scope, keys.iter().map(|&key| pool.hasher.index_key(key, first_group)));
             for (nth, &key) in keys.iter().enumerate() {
-                if !self.publish_page(pool, lane, key, nth < proven) {
+                if !self.publish_page(pool, lane, key, nth < proven, &mut scratch.events) {
                     break;
                 }
             }
         }
         scratch.keys = keys;
+        pool.events.publish_all(&scratch.events);
+        scratch.events.clear();
     }
 
     fn page(&self, page_tokens: u32, page: u32) -> &[u32] {
@@ -598,7 +628,14 @@ impl Body {
     }
 
     /// Publish the next page in every group; `false`: the chain ends here.
-    fn publish_page(&mut self, pool: &Pool, lane: Lane, key: ChainKey, proven: bool) -> bool {
+    fn publish_page(
+        &mut self,
+        pool: &Pool,
+        lane: Lane,
+        key: ChainKey,
+        proven: bool,
+        events: &mut Vec<Event>,
+    ) -> bool {
         let Some(parent) = self.parent else { return false };
         let page = self.published;
         let tokens = self.page(pool.spec.page_tokens(), page);
@@ -609,7 +646,7 @@ impl Body {
         let mut others = parent;
         if let Some(group) = anchor {
             let at = self.tables[group.as_usize()].pages[page as usize];
-            match pool.publish(lane, at, group, &names(group, parent), proven) {
+            match pool.publish(lane, at, group, &names(group, parent), proven, events) {
                 Some(seen) => (next, others) = (seen.as_parent(), seen.as_parent()),
                 None => {
                     self.parent = None;
@@ -623,7 +660,7 @@ impl Body {
             if Some(g) != anchor && !pool.is_state(g) && page >= table.start {
                 let at = table.pages[page as usize];
                 // What can't be listed costs later hits, nothing else.
-                let _ = pool.publish(lane, at, g, &names(g, others), proven);
+                let _ = pool.publish(lane, at, g, &names(g, others), proven, events);
                 self.protect(pool, at);
             }
         }
@@ -649,7 +686,7 @@ impl Body {
         // A step that is not committed has moved the state on.
         if self.written == 0
             || self.slots != self.written
-            || self.written % page_tokens != 0
+            || !self.written.is_multiple_of(page_tokens)
             || self.published != self.written / page_tokens
         {
             return false;
@@ -663,14 +700,16 @@ impl Body {
         };
         let tokens = &self.tokens[(self.written - page_tokens) as usize..self.written as usize];
         let mut kept = false;
+        let mut events = Vec::new();
         for g in (0..self.tables.len()).map(|g| GroupId(g as u8)).filter(|&g| pool.is_state(g)) {
             let Some(&page) = self.tables[g.as_usize()].pages.first() else { continue };
             if !pool.pages.read(page.id).is_indexed() {
                 let names = Names { key: pool.hasher.index_key(key, g), parent, tokens: Some(tokens) };
-                kept |= pool.publish(lane, page, g, &names, false).is_some();
+                kept |= pool.publish(lane, page, g, &names, false, &mut events).is_some();
                 self.shared_tail = true;
             }
         }
+        pool.events.publish_all(&events);
         kept
     }
 
@@ -722,7 +761,7 @@ impl Body {
             self.rewind(pool, whole);
         }
         // A fork may share the page in which the next token goes, whether it has a key or not.
-        self.shared_tail |= self.slots % page_tokens != 0;
+        self.shared_tail |= !self.slots.is_multiple_of(page_tokens);
         self.cached = self.cached.min(whole * page_tokens);
         Ok(())
     }

@@ -22,12 +22,16 @@ pub(crate) use shuttle::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 #[cfg(not(any(kvalloc_loom, kvalloc_shuttle)))]
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+#[cfg(all(test, kvalloc_loom))]
+pub(crate) use loom::sync::Arc;
 #[cfg(kvalloc_loom)]
-pub(crate) use loom::sync::{Arc, Mutex, MutexGuard};
+pub(crate) use loom::sync::{Mutex, MutexGuard};
+#[cfg(all(test, kvalloc_shuttle))]
+pub(crate) use shuttle::sync::Arc;
 #[cfg(kvalloc_shuttle)]
-pub(crate) use shuttle::sync::{Arc, Mutex, MutexGuard};
+pub(crate) use shuttle::sync::{Mutex, MutexGuard};
 #[cfg(not(any(kvalloc_loom, kvalloc_shuttle)))]
-pub(crate) use std::sync::{Arc, Mutex, MutexGuard};
+pub(crate) use std::sync::{Mutex, MutexGuard};
 
 /// The accesses the core uses, with their orderings (see the head of this file).
 #[allow(dead_code, reason = "one vocabulary for both widths")]
@@ -35,6 +39,12 @@ pub(crate) trait Atom {
     type Int: Copy;
     fn get(&self) -> Self::Int;
     fn put(&self, value: Self::Int);
+    /// The read that begins a compare-exchange loop.
+    ///
+    /// loom remembers one access of each word: after another thread's `get`, a `get` and `cas` of this thread would look
+    /// as if only this thread had read, and loom would not try them in the other order. So there it is a compare-exchange
+    /// that fails.
+    fn first(&self) -> Self::Int;
     /// A relaxed read, for hints that a later `cas` checks.
     fn peek(&self) -> Self::Int;
     /// A relaxed add, for statistics.
@@ -67,6 +77,18 @@ macro_rules! atom {
                 self.store(value, Ordering::Release);
             }
             #[inline]
+            #[cfg(not(kvalloc_loom))]
+            fn first(&self) -> $int {
+                self.get()
+            }
+            #[cfg(kvalloc_loom)]
+            fn first(&self) -> $int {
+                let unlikely = <$int>::MAX / 3;
+                match self.cas(unlikely, unlikely) {
+                    Ok(now) | Err(now) => now,
+                }
+            }
+            #[inline]
             fn peek(&self) -> $int {
                 self.load(Ordering::Relaxed)
             }
@@ -80,7 +102,7 @@ macro_rules! atom {
             }
             #[inline]
             fn transit(&self, mut f: impl FnMut($int) -> Option<$int>) -> Result<$int, $int> {
-                let mut now = self.get();
+                let mut now = self.first();
                 loop {
                     let Some(next) = f(now) else { return Err(now) };
                     match self.cas(now, next) {

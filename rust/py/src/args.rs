@@ -18,13 +18,49 @@ pub(crate) fn bytes(value: &Bound<'_, PyAny>) -> PyResult<u64> {
 
 /// A whole number in a range; a bool is none.
 pub(crate) fn number(value: &Bound<'_, PyAny>, name: &str, least: u64, most: u64) -> PyResult<u64> {
-    let given: Option<i128> = if value.is_instance_of::<PyBool>() { None } else { index(value) };
-    match given {
+    match integer(value) {
         Some(n) if n >= i128::from(least) && n <= i128::from(most) => Ok(n as u64),
         _ => Err(InvalidArgument::new_err(format!(
             "{name} is {}; it must be a whole number from {least} to {most}",
             shown(value)
         ))),
+    }
+}
+
+/// Functions that read one argument each, so that an error can name it: name, type, least and most.
+macro_rules! numbers {
+    ($($name:ident: $int:ident, $least:expr, $most:expr;)+) => {$(
+        pub(crate) fn $name(value: &Bound<'_, PyAny>) -> PyResult<$int> {
+            Ok(number(value, stringify!($name), $least, $most as u64)? as $int)
+        }
+    )+};
+}
+
+numbers! {
+    group: u8, 0, u8::MAX;
+    max_tenants: u32, 1, u32::MAX;
+    events: u32, 0, u32::MAX;
+    max_new_tokens: u32, 0, u32::MAX;
+    adapter_generation: u64, 0, u64::MAX;
+    priority: u8, 0, 100;
+    tokens_to_pin: u32, 0, u32::MAX;
+    max: usize, 0, usize::MAX;
+}
+
+/// Whether this is one number and not an array of one.
+pub(crate) fn is_number(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    Ok(value.is_instance_of::<PyInt>() || value.hasattr("__index__")? && !value.hasattr("__len__")?)
+}
+
+/// A keyword that may be left out, where `None` is a value. Written `...` in Python.
+#[derive(Debug)]
+pub(crate) struct Given<'py>(pub(crate) Option<Bound<'py, PyAny>>);
+
+impl<'py> FromPyObject<'_, 'py> for Given<'py> {
+    type Error = std::convert::Infallible;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> Result<Self, Self::Error> {
+        Ok(Self((!value.is(value.py().Ellipsis())).then(|| value.to_owned())))
     }
 }
 
@@ -46,7 +82,25 @@ pub(crate) fn shown(value: &Bound<'_, PyAny>) -> String {
 
 /// A one-dimensional, contiguous buffer of exactly this type.
 fn flat<T: Element>(value: &Bound<'_, PyAny>) -> Option<PyBuffer<T>> {
-    PyBuffer::<T>::get(value).ok().filter(|b| b.dimensions() == 1 && b.is_c_contiguous())
+    buffer(value).filter(|b| b.dimensions() == 1 && b.is_c_contiguous())
+}
+
+/// A buffer of this type in the machine's own byte order, which `PyBuffer` itself does not look at.
+pub(crate) fn buffer<T: Element>(value: &Bound<'_, PyAny>) -> Option<PyBuffer<T>> {
+    let foreign: &[u8] = if cfg!(target_endian = "little") { b">!" } else { b"<" };
+    let own = |b: &PyBuffer<T>| b.format().to_bytes().first().is_none_or(|order| !foreign.contains(order));
+    PyBuffer::get(value).ok().filter(own)
+}
+
+/// A whole number of Python's; a bool is none.
+pub(crate) fn integer(value: &Bound<'_, PyAny>) -> Option<i128> {
+    if value.is_instance_of::<PyBool>() { None } else { index(value) }
+}
+
+/// Text that can be written as UTF-8.
+pub(crate) fn text(value: &Bound<'_, PyAny>) -> PyResult<String> {
+    let text = value.cast::<PyString>().ok().and_then(|text| Some(text.to_str().ok()?.to_owned()));
+    text.ok_or_else(|| InvalidArgument::new_err(format!("{} is no valid text", shown(value))))
 }
 
 /// The elements of a buffer of any integer type.
@@ -56,10 +110,9 @@ fn integers<R>(
 ) -> PyResult<Option<Vec<R>>> {
     macro_rules! try_type {
         ($($int:ty),*) => {$(
-            if let Some(buffer) = flat::<$int>(value)
-                && let Some(cells) = buffer.as_slice(value.py())
-            {
-                return cells.iter().map(|cell| each(cell.get().into())).collect::<PyResult<_>>().map(Some);
+            if let Some(buffer) = flat::<$int>(value) {
+                let numbers = buffer.to_vec(value.py())?;
+                return numbers.into_iter().map(|n| each(n.into())).collect::<PyResult<_>>().map(Some);
             }
         )*};
     }
@@ -78,11 +131,11 @@ pub(crate) fn tokens(value: &Bound<'_, PyAny>, more: usize) -> PyResult<Vec<u32>
     let bad = |at: usize, id: &dyn std::fmt::Display| {
         InvalidArgument::new_err(format!("token id {id} at position {at}; ids go from 0 to {MOST}"))
     };
-    if let Some(buffer) = flat::<i32>(value)
-        && let Some(cells) = buffer.as_slice(value.py())
-    {
-        let mut ids = Vec::with_capacity(cells.len().saturating_add(more.min(MOST_ROOM)));
-        ids.extend(cells.iter().map(|cell| cell.get() as u32));
+    if let Some(buffer) = flat::<i32>(value) {
+        let mut ids = Vec::with_capacity(buffer.item_count().saturating_add(more.min(MOST_ROOM)));
+        ids.resize(buffer.item_count(), 0i32);
+        buffer.copy_to_slice(value.py(), &mut ids)?;
+        let ids: Vec<u32> = ids.into_iter().map(|id| id as u32).collect(); // in place
         // Every bit of every id at once: the loop has no branch.
         if ids.iter().fold(0, |bits, id| bits | id) <= i32::MAX as u32 {
             return Ok(ids);
@@ -139,18 +192,15 @@ fn token(item: &Bound<'_, PyAny>, at: usize) -> PyResult<u32> {
     }
 }
 
-/// int32 numbers per row, read from an array without a copy where possible.
+/// int32 numbers per row.
 pub(crate) fn with_int32<R>(
     value: &Bound<'_, PyAny>,
     name: &str,
     f: impl FnOnce(&[i32]) -> R,
 ) -> PyResult<R> {
-    if let Some(buffer) = flat::<i32>(value)
-        && let Some(cells) = buffer.as_slice(value.py())
-    {
+    if let Some(buffer) = flat::<i32>(value) {
         // Python may write to the buffer at any time, so the core gets a copy.
-        let numbers: Vec<i32> = cells.iter().map(|cell| cell.get()).collect();
-        return Ok(f(&numbers));
+        return Ok(f(&buffer.to_vec(value.py())?));
     }
     let outside =
         |n: &dyn std::fmt::Display| InvalidArgument::new_err(format!("{name}: {n} is not an int32 number"));
@@ -165,7 +215,10 @@ pub(crate) fn with_int32<R>(
     })?;
     let numbers = items.map(|item| {
         let item = item?;
-        item.extract::<i32>().map_err(|_| outside(&shown(&item)))
+        match item.extract::<i32>() {
+            Ok(number) if !item.is_instance_of::<PyBool>() => Ok(number),
+            _ => Err(outside(&shown(&item))),
+        }
     });
     Ok(f(&numbers.collect::<PyResult<Vec<_>>>()?))
 }
@@ -189,9 +242,38 @@ pub(crate) fn references(value: &Bound<'_, PyAny>) -> PyResult<Vec<PageRef>> {
     items
         .map(|item| {
             let item = item?;
-            item.extract::<i128>()
-                .map_err(|_| InvalidArgument::new_err(format!("{} is no page reference", shown(&item))))
+            let number = integer(&item);
+            number
+                .ok_or_else(|| InvalidArgument::new_err(format!("{} is no page reference", shown(&item))))
                 .and_then(reference)
         })
         .collect()
+}
+
+/// Seconds as milliseconds.
+pub(crate) fn milliseconds(value: &Bound<'_, PyAny>, name: &str) -> PyResult<u64> {
+    let seconds = if value.is_instance_of::<PyBool>() { None } else { value.extract::<f64>().ok() };
+    match seconds.map(|s| (s * 1000.0).ceil()) {
+        Some(ms) if (0.0..1e15).contains(&ms) => Ok(ms as u64),
+        _ => Err(InvalidArgument::new_err(format!(
+            "{name} is {}; it must be a number of seconds from 0 to 10^12",
+            shown(value)
+        ))),
+    }
+}
+
+/// A time to live, in milliseconds; `None` is no end.
+pub(crate) fn ttl(value: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+    if value.is_none() { Ok(None) } else { milliseconds(value, "ttl").map(Some) }
+}
+
+/// A key as the hash takes it.
+pub(crate) fn text_or_bytes(value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    if let Ok(text) = value.cast::<PyString>() {
+        return self::text(text).map(String::into_bytes);
+    }
+    if let Ok(bytes) = value.cast::<PyBytes>() {
+        return Ok(bytes.as_bytes().to_vec());
+    }
+    Err(InvalidArgument::new_err(format!("keys are text or bytes, not {}", shown(value))))
 }

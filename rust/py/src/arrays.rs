@@ -11,7 +11,10 @@ use pyo3::{
     types::PyDict,
 };
 
-use crate::{args::shown, errors::InvalidArgument};
+use crate::{
+    args::{self, shown},
+    errors::InvalidArgument,
+};
 
 /// A writable, contiguous buffer of a fixed number of elements.
 #[derive(Debug)]
@@ -34,7 +37,7 @@ impl<T: Element> Bound1<T> {
                 "{name} must be a writable, contiguous {dtype} array of shape {shape:?}; {what}"
             ))
         };
-        let buffer = PyBuffer::<T>::get(array).map_err(|_| wrong(format!("got {}", shown(array))))?;
+        let buffer = args::buffer::<T>(array).ok_or_else(|| wrong(format!("got {}", shown(array))))?;
         if buffer.shape() != shape {
             return Err(wrong(format!("its shape is {:?}", buffer.shape())));
         }

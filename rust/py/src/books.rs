@@ -1,27 +1,16 @@
-//! What the books tell: admissions, audits, counters, events, pins.
-
-use std::collections::BTreeMap;
+//! What the books tell: admissions and audits.
 
 use kvalloc_core::{
     admit::{Admission as CoreAdmission, Verdict},
     audit::{Balance as CoreBalance, Report},
-    error::{Error, Refusal},
-    event::{Drained, Event, Record},
+    error::Refusal,
     ledger::{LedgerError, ROOT},
-    pins::{Pin as CorePin, PinId},
     pool::Pool as Core,
-    stats::Counter,
     word::{TenantId, Tier},
 };
-use pyo3::{
-    prelude::*,
-    types::{PyDict, PyList},
-};
+use pyo3::prelude::*;
 
-use crate::{
-    errors::{name_of, sentence, why},
-    pool::Owner,
-};
+use crate::errors::{name_of, sentence, why};
 
 /// The ledger's errors in names and bytes.
 pub(crate) fn in_bytes(core: &Core, error: &LedgerError) -> String {
@@ -54,7 +43,22 @@ pub(crate) fn in_bytes(core: &Core, error: &LedgerError) -> String {
     }
 }
 
-/// The answer to "may this start now?".
+/// The answer to "may this start now?". True if the verdict is ``"now"``. From `Pool.admit`.
+///
+/// Attributes
+/// ----------
+/// verdict : {"now", "wait", "never"}
+///     It fits; it will fit once something is given back; it can never fit.
+/// bytes : int
+///     What it needs beyond what is held for its prompt already.
+/// room : int
+///     What there is now; for ``"never"``, what there can ever be.
+/// why : {"limit", "claim"}
+///     A limit is in the way, or what others hold, have reserved and were promised.
+/// behind : str or None
+///     The tenant whose limit is in the way; None: the pool, or nothing.
+/// reason : str
+///     The answer as a sentence.
 #[pyclass(frozen, get_all, module = "kvalloc")]
 #[derive(Debug)]
 pub(crate) struct Admission {
@@ -105,9 +109,20 @@ impl Admission {
     }
 }
 
-/// One tier's bytes at one moment.
-#[pyclass(frozen, get_all, module = "kvalloc")]
-#[derive(Clone, Debug)]
+/// One tier's bytes as an audit saw them. ``free + held + cached + pinned + in_flight = capacity`` if it was exact.
+///
+/// Attributes
+/// ----------
+/// capacity : int
+///     All that can be given out.
+/// free : int
+///     In no page.
+/// held, cached, pinned : int
+///     In pages with references; in published pages without, free to take; in pages that only a pin keeps.
+/// in_flight : int
+///     On their way: pages being evicted or freed, frames that readers may still see.
+#[pyclass(frozen, eq, hash, get_all, module = "kvalloc")]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Balance {
     capacity: u64,
     free: u64,
@@ -134,7 +149,7 @@ impl Balance {
     }
 }
 
-/// What an audit found. True if the books balance.
+/// What an audit found. True if no rule is broken. From `Pool.audit`.
 #[pyclass(frozen, module = "kvalloc")]
 #[derive(Debug)]
 pub(crate) struct AuditReport {
@@ -149,37 +164,37 @@ impl AuditReport {
 
 #[pymethods]
 impl AuditReport {
-    /// No rule is broken.
+    /// bool : No rule is broken.
     #[getter]
     fn ok(&self) -> bool {
         self.report.findings.is_empty()
     }
 
-    /// The books stood still while they were read, so that the sums mean something.
+    /// bool : The books stood still while they were read, so that the sums mean something.
     #[getter]
     fn exact(&self) -> bool {
         self.report.exact
     }
 
-    /// The device's bytes.
+    /// Balance : The device's bytes.
     #[getter]
     fn device(&self) -> Balance {
         Balance::new(&self.report.balance[Tier::Device.as_usize()])
     }
 
-    /// The host's bytes.
+    /// Balance : The host's bytes.
     #[getter]
     fn host(&self) -> Balance {
         Balance::new(&self.report.balance[Tier::Host.as_usize()])
     }
 
-    /// Pages that are not free.
+    /// int : Pages that are not free.
     #[getter]
     fn pages(&self) -> u32 {
         self.report.pages
     }
 
-    /// Broken rules, each with the page's number where it is one page's: (page or None, text).
+    /// list of (int or None, str) : Broken rules: the page's number, where it is one page's, and what is wrong. At most 100.
     #[getter]
     fn findings(&self) -> Vec<(Option<u32>, String)> {
         self.report.findings.iter().map(|f| (f.page.map(|p| p.0), f.text.clone())).collect()
@@ -194,223 +209,5 @@ impl AuditReport {
         let first = findings.first().map(|f| format!(", first: {}", f.text)).unwrap_or_default();
         let under_load = if *exact { "" } else { ", under load" };
         format!("<kvalloc.AuditReport {} finding(s) in {pages} pages{under_load}{first}>", findings.len())
-    }
-}
-
-/// Counters of what happened: a mapping from name to count, and a few rates.
-#[pyclass(frozen, mapping, module = "kvalloc")]
-#[derive(Debug)]
-pub(crate) struct Stats {
-    counts: BTreeMap<&'static str, u64>,
-    hit_rate: Option<f64>,
-}
-
-impl Stats {
-    pub(crate) fn new(core: &Core) -> Self {
-        let snapshot = core.stats();
-        let counts = snapshot.iter().map(|(counter, value)| (counter.name(), value)).collect();
-        Self { counts, hit_rate: snapshot.hit_rate() }
-    }
-}
-
-#[pymethods]
-impl Stats {
-    /// Tokens found of tokens looked up; None before the first lookup.
-    #[getter]
-    fn hit_rate(&self) -> Option<f64> {
-        self.hit_rate
-    }
-
-    /// Evictions for anybody.
-    #[getter]
-    fn evictions(&self) -> u64 {
-        [Counter::EvictedOwn, Counter::EvictedForeign].iter().filter_map(|c| self.counts.get(c.name())).sum()
-    }
-
-    /// Each counter's unit and meaning.
-    #[staticmethod]
-    fn describe(py: Python<'_>) -> PyResult<Py<PyDict>> {
-        let dict = PyDict::new(py);
-        for counter in Counter::ALL {
-            dict.set_item(counter.name(), (counter.unit().name(), counter.help()))?;
-        }
-        Ok(dict.unbind())
-    }
-
-    fn as_dict(&self) -> BTreeMap<&'static str, u64> {
-        self.counts.clone()
-    }
-
-    fn keys(&self) -> Vec<&'static str> {
-        self.counts.keys().copied().collect()
-    }
-
-    fn __getitem__(&self, name: &str) -> PyResult<u64> {
-        self.counts.get(name).copied().ok_or_else(|| {
-            pyo3::exceptions::PyKeyError::new_err(format!("{name:?}; known are {:?}", self.keys()))
-        })
-    }
-
-    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        Ok(PyList::new(py, self.counts.keys())?.try_iter()?.into_any())
-    }
-
-    fn __len__(&self) -> usize {
-        self.counts.len()
-    }
-
-    fn __contains__(&self, name: &str) -> bool {
-        self.counts.contains_key(name)
-    }
-
-    fn __repr__(&self) -> String {
-        let shown: Vec<_> =
-            self.counts.iter().filter(|c| *c.1 > 0).map(|(k, v)| format!("{k}={v}")).collect();
-        format!("<kvalloc.Stats {}>", shown.join(" "))
-    }
-}
-
-/// Events since the last call: a list, and how many were lost on the way.
-#[pyclass(frozen, sequence, module = "kvalloc")]
-#[derive(Debug)]
-pub(crate) struct Events {
-    events: Vec<Py<PyDict>>,
-    lost: u64,
-    next: u64,
-}
-
-impl Events {
-    pub(crate) fn new(py: Python<'_>, core: &Core, records: &[Record], drained: Drained) -> PyResult<Self> {
-        let events = records.iter().map(|record| as_dict(py, core, record)).collect::<PyResult<_>>()?;
-        Ok(Self { events, lost: drained.lost, next: drained.next })
-    }
-}
-
-fn as_dict(py: Python<'_>, core: &Core, record: &Record) -> PyResult<Py<PyDict>> {
-    let dict = PyDict::new(py);
-    dict.set_item("sequence", record.sequence)?;
-    let tier = |tier: Tier| match tier {
-        Tier::Device => "device",
-        Tier::Host => "host",
-    };
-    match record.event {
-        Event::Stored { key, parent, page, group, tenant, tokens, tier: at } => {
-            dict.set_item("type", "stored")?;
-            dict.set_item("key", key)?;
-            dict.set_item("parent", parent)?;
-            dict.set_item("page", page.to_bits())?;
-            dict.set_item("group", group.0)?;
-            dict.set_item("scope", name_of(core, tenant))?;
-            dict.set_item("tokens", tokens)?;
-            dict.set_item("tier", tier(at))?;
-        }
-        Event::Removed { key, group, tenant, tier: at } => {
-            dict.set_item("type", "removed")?;
-            dict.set_item("key", key)?;
-            dict.set_item("group", group.0)?;
-            dict.set_item("scope", name_of(core, tenant))?;
-            dict.set_item("tier", tier(at))?;
-        }
-        Event::Cleared => dict.set_item("type", "cleared")?,
-    }
-    Ok(dict.unbind())
-}
-
-#[pymethods]
-impl Events {
-    /// Events that nobody will get, because the ring was full.
-    #[getter]
-    fn lost(&self) -> u64 {
-        self.lost
-    }
-
-    /// The number of the next event.
-    #[getter]
-    fn next(&self) -> u64 {
-        self.next
-    }
-
-    fn __len__(&self) -> usize {
-        self.events.len()
-    }
-
-    fn __getitem__(&self, py: Python<'_>, at: usize) -> PyResult<Py<PyDict>> {
-        let event = self.events.get(at).map(|e| e.clone_ref(py));
-        event.ok_or_else(|| {
-            pyo3::exceptions::PyIndexError::new_err(format!("event {at} of {}", self.events.len()))
-        })
-    }
-
-    fn __repr__(&self) -> String {
-        format!("<kvalloc.Events {} events, {} lost>", self.events.len(), self.lost)
-    }
-}
-
-/// A pin: pages kept for their owner until it ends.
-#[pyclass(frozen, module = "kvalloc")]
-#[derive(Debug)]
-pub(crate) struct Pin {
-    owner: Owner,
-    id: PinId,
-    pin: Option<CorePin>,
-}
-
-impl Pin {
-    pub(crate) fn new(owner: &Owner, pin: Option<CorePin>, id: PinId) -> Self {
-        Self { owner: owner.clone(), id, pin }
-    }
-}
-
-#[pymethods]
-impl Pin {
-    #[getter]
-    fn owner(&self) -> Option<String> {
-        self.pin.as_ref().map(|p| name_of(&self.owner.core, p.owner))
-    }
-
-    #[getter]
-    fn label(&self) -> Option<&str> {
-        self.pin.as_ref().map(|p| p.label.as_str())
-    }
-
-    /// How many pages it keeps.
-    #[getter]
-    fn pages(&self) -> usize {
-        self.pin.as_ref().map_or(0, |p| p.pages.len())
-    }
-
-    /// Bytes it counts against its owner's budget.
-    #[getter]
-    fn bytes(&self) -> u64 {
-        self.pin.as_ref().map_or(0, |p| self.owner.core.bytes_of(p.units))
-    }
-
-    /// When it ends, in seconds of the pool's clock; None: when it is unpinned.
-    #[getter]
-    fn expires(&self) -> Option<f64> {
-        self.pin.as_ref().and_then(|p| p.expires_at_ms).map(|ms| ms as f64 / 1000.0)
-    }
-
-    /// End it. A second time, or after it expired, is a `PinError`, and changes nothing.
-    fn unpin(&self, py: Python<'_>) -> PyResult<()> {
-        self.owner.live()?.unpin(self.id).map_err(|e| self.owner.error(py, &e))
-    }
-
-    fn __enter__(slf: Py<Self>) -> Py<Self> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyAny>) -> PyResult<()> {
-        match self.owner.live()?.unpin(self.id) {
-            // It expired meanwhile, or was unpinned inside the block.
-            Ok(()) | Err(Error::Pin(_)) => Ok(()),
-            Err(error) => Err(self.owner.error(py, &error)),
-        }
-    }
-
-    fn __repr__(&self) -> String {
-        let Some(CorePin { pages, label, .. }) = &self.pin else { return "<kvalloc.Pin, ended>".into() };
-        format!("<kvalloc.Pin {label:?} of {:?}, {} pages>", self.owner().unwrap_or_default(), pages.len())
     }
 }

@@ -11,12 +11,24 @@ use pyo3::{
 };
 
 use crate::{
-    args,
+    args::{self, Given},
     errors::{InvalidArgument, TenantError, name_of},
-    pool::Owner,
+    owner::Owner,
 };
 
-/// A node of the tenant tree.
+/// A node of the tenant tree. Made by `Pool.tenant`.
+///
+/// Handles of one tenant are equal, and may be used from any number of threads. All sizes are bytes on the device.
+///
+/// Examples
+/// --------
+/// >>> pool = kvalloc.Pool(kvalloc.KVSpec.uniform(layers=4, kv_heads=2, head_dim=64), "64MiB")
+/// >>> acme = pool.tenant("acme", reserve="16MiB")
+/// >>> acme
+/// <kvalloc.Tenant "acme" held=0 B cached=0 B reserve=16 MiB limit=none>
+/// >>> acme.set(limit="32MiB", weight=2)
+/// >>> acme.limit, acme.usage().charged
+/// (33554432, 0)
 #[pyclass(frozen, eq, hash, module = "kvalloc")]
 #[derive(Clone, Debug)]
 pub(crate) struct Tenant {
@@ -38,8 +50,18 @@ impl std::hash::Hash for Tenant {
     }
 }
 
-const POLICY: [&str; 8] =
-    ["reserve", "limit", "weight", "priority", "parent", "publish", "pin_budget", "lend"];
+/// What a call says of a policy.
+#[derive(Debug)]
+pub(crate) struct Changes<'py> {
+    pub(crate) reserve: Given<'py>,
+    pub(crate) limit: Given<'py>,
+    pub(crate) weight: Given<'py>,
+    pub(crate) priority: Given<'py>,
+    pub(crate) parent: Given<'py>,
+    pub(crate) publish: Given<'py>,
+    pub(crate) pin_budget: Given<'py>,
+    pub(crate) lend: Given<'py>,
+}
 
 /// Units of so many bytes: reserves and budgets round up, limits down.
 fn units(core: &Core, value: &Bound<'_, PyAny>, name: &str, up: bool) -> PyResult<Units> {
@@ -56,30 +78,40 @@ fn units(core: &Core, value: &Bound<'_, PyAny>, name: &str, up: bool) -> PyResul
     }
 }
 
-/// Change what `changes` names.
-fn apply(owner: &Owner, policy: &mut Policy, changes: &Bound<'_, PyDict>) -> PyResult<()> {
+/// Change what is given.
+fn apply(owner: &Owner, policy: &mut Policy, changes: &Changes<'_>) -> PyResult<()> {
     let core = &owner.core;
     let device = Tier::Device.as_usize();
-    for (key, value) in changes {
-        let key = key.cast::<PyString>()?.to_string();
-        match key.as_str() {
-            "reserve" => policy.reserve[device] = units(core, &value, "reserve", true)?,
-            "limit" if value.is_none() => policy.limit[device] = None,
-            "limit" => policy.limit[device] = Some(units(core, &value, "limit", false)?),
-            "weight" => policy.weight = args::number(&value, "weight", 1, 1 << 16)? as u32,
-            "priority" => policy.priority = args::number(&value, "priority", 0, 100)? as u8,
-            "pin_budget" => policy.pin_budget = units(core, &value, "pin_budget", false)?,
-            "lend" => policy.lend = value.extract()?,
-            "publish" => policy.publish = publish(owner, &value)?,
-            "parent" => {}
-            other => {
-                return Err(InvalidArgument::new_err(format!(
-                    "{other} is no part of a policy; those are {POLICY:?}"
-                )));
-            }
-        }
+    if let Given(Some(value)) = &changes.reserve {
+        policy.reserve[device] = units(core, value, "reserve", true)?;
+    }
+    if let Given(Some(value)) = &changes.limit {
+        policy.limit[device] = if value.is_none() { None } else { Some(units(core, value, "limit", false)?) };
+    }
+    if let Given(Some(value)) = &changes.weight {
+        policy.weight = args::number(value, "weight", 1, 1 << 16)? as u32;
+    }
+    if let Given(Some(value)) = &changes.priority {
+        policy.priority = args::priority(value)?;
+    }
+    if let Given(Some(value)) = &changes.pin_budget {
+        policy.pin_budget = units(core, value, "pin_budget", false)?;
+    }
+    if let Given(Some(value)) = &changes.lend {
+        policy.lend = value.extract()?;
+    }
+    if let Given(Some(value)) = &changes.publish {
+        policy.publish = publish(owner, value)?;
     }
     Ok(())
+}
+
+/// The parent that is asked for; None: none is named.
+fn parent(owner: &Owner, changes: &Changes<'_>) -> PyResult<Option<TenantId>> {
+    match &changes.parent {
+        Given(Some(parent)) if !parent.is_none() => owner.tenant(parent, None).map(Some),
+        _ => Ok(None),
+    }
 }
 
 /// The scopes a tenant may publish into: a list of them, or a dict with the most bytes charged there.
@@ -101,40 +133,34 @@ fn publish(owner: &Owner, value: &Bound<'_, PyAny>) -> PyResult<Vec<(TenantId, O
 }
 
 /// Make a tenant, or change one that exists.
-pub(crate) fn create(owner: &Owner, name: &str, changes: Option<&Bound<'_, PyDict>>) -> PyResult<Tenant> {
+pub(crate) fn create(owner: &Owner, name: &str, changes: &Changes<'_>) -> PyResult<Tenant> {
     let ledger = owner.core.ledger();
     owner.core.check_open().map_err(|e| crate::errors::ClosedError::new_err(e.to_string()))?;
-    let parent = match changes.map(|c| c.get_item("parent")).transpose()?.flatten() {
-        Some(parent) if !parent.is_none() => Some(owner.tenant(&parent, None)?),
-        _ => None,
-    };
     if let Some(id) = ledger.find(name) {
-        if let Some(parent) = parent
-            && ledger.parent(id) != Some(parent)
-        {
-            return Err(TenantError::new_err(format!(
-                "{name:?} stands below {:?}; a tenant can't move to {:?}",
-                ledger.parent(id).map(|p| name_of(&owner.core, p)).unwrap_or_default(),
-                name_of(&owner.core, parent)
-            )));
-        }
-        if let Some(changes) = changes {
-            change(owner, id, changes)?;
-        }
+        change(owner, id, changes)?;
         return Ok(Tenant { owner: owner.clone(), id, name: name.to_owned() });
     }
+    let parent = parent(owner, changes)?.unwrap_or(ROOT);
     let mut policy = Policy::default();
-    if let Some(changes) = changes {
-        apply(owner, &mut policy, changes)?;
-    }
+    apply(owner, &mut policy, changes)?;
     let id = ledger
-        .create(parent.unwrap_or(ROOT), name, &policy)
+        .create(parent, name, &policy)
         .map_err(|e| TenantError::new_err(crate::books::in_bytes(&owner.core, &e)))?;
     Ok(Tenant { owner: owner.clone(), id, name: name.to_owned() })
 }
 
-fn change(owner: &Owner, id: TenantId, changes: &Bound<'_, PyDict>) -> PyResult<()> {
+fn change(owner: &Owner, id: TenantId, changes: &Changes<'_>) -> PyResult<()> {
     let ledger = owner.core.ledger();
+    if let Some(parent) = parent(owner, changes)?
+        && ledger.parent(id) != Some(parent)
+    {
+        return Err(TenantError::new_err(format!(
+            "{:?} stands below {:?}; a tenant can't move to {:?}",
+            name_of(&owner.core, id),
+            ledger.parent(id).map(|p| name_of(&owner.core, p)).unwrap_or_default(),
+            name_of(&owner.core, parent)
+        )));
+    }
     let mut policy = ledger.policy(id).unwrap_or_default();
     apply(owner, &mut policy, changes)?;
     ledger.set_policy(id, &policy).map_err(|e| TenantError::new_err(crate::books::in_bytes(&owner.core, &e)))
@@ -166,74 +192,88 @@ impl Tenant {
 
 #[pymethods]
 impl Tenant {
+    /// str : Its name.
     #[getter]
     fn name(&self) -> &str {
         &self.name
     }
 
+    /// Tenant or None : The tenant above it; None: it stands below the root.
     #[getter]
     fn parent(&self) -> PyResult<Option<Self>> {
         let ledger = self.owner.live()?.ledger();
         Ok(ledger.parent(self.id).filter(|&p| p != ROOT).and_then(|p| Self::of(&self.owner, p)))
     }
 
-    /// Bytes of its own pages with references.
+    /// int : Bytes of its own pages with references. Its children's are not among them.
     #[getter]
     fn held(&self) -> PyResult<u64> {
         self.figure(|u| u.held)
     }
 
-    /// Bytes of its own published pages without references: free to take.
+    /// int : Bytes of its own published pages without references: free to take.
     #[getter]
     fn cached(&self) -> PyResult<u64> {
         self.figure(|u| u.cached)
     }
 
-    /// Bytes of its own pages that only a pin keeps.
+    /// int : Bytes of its own pages that only a pin keeps.
     #[getter]
     fn pinned(&self) -> PyResult<u64> {
         self.figure(|u| u.pinned)
     }
 
-    /// Bytes reserved for its admitted sequences and not in use yet.
+    /// int : Bytes reserved for its admitted sequences and not in use yet.
     #[getter]
     fn promised(&self) -> PyResult<u64> {
         self.figure(|u| u.promised)
     }
 
+    /// int : Bytes that are available to its subtree at once.
     #[getter]
     fn reserve(&self) -> PyResult<u64> {
         self.figure(|u| u.reserve)
     }
 
-    /// None: no limit but the pool.
+    /// int or None : The most bytes charged to its subtree; None: no limit but the pool.
     #[getter]
     fn limit(&self) -> PyResult<Option<u64>> {
         let core = self.owner.live()?;
         Ok(self.policy()?.limit[0].map(|limit| core.bytes_of(limit)))
     }
 
+    /// int : 1 to 65,536; who has twice the weight keeps twice as much above the reserve before it gives back first.
     #[getter]
     fn weight(&self) -> PyResult<u32> {
         Ok(self.policy()?.weight)
     }
 
+    /// int : 0 to 100; among equals the lower gives back first.
     #[getter]
     fn priority(&self) -> PyResult<u8> {
         Ok(self.policy()?.priority)
     }
 
+    /// int : Bytes it may pin.
     #[getter]
     fn pin_budget(&self) -> PyResult<u64> {
         Ok(self.owner.live()?.bytes_of(self.policy()?.pin_budget))
     }
 
+    /// int : Bytes that its pins use of the budget.
+    #[getter]
+    fn pin_used(&self) -> PyResult<u64> {
+        let core = self.owner.live()?;
+        Ok(core.bytes_of(core.pin_budget_used(self.id)))
+    }
+
+    /// bool : Whether preemptible sequences of others may run in its reserve.
     #[getter]
     fn lend(&self) -> PyResult<bool> {
         Ok(self.policy()?.lend)
     }
 
-    /// Scopes it may publish into, and the most bytes charged there (None: no bound).
+    /// dict of str to (int or None) : Scopes it may publish into, and the most bytes charged there (None: no bound).
     #[getter]
     fn publish(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
         let core = self.owner.live()?;
@@ -245,17 +285,50 @@ impl Tenant {
     }
 
     /// Change what is given; the rest stays.
-    #[pyo3(signature = (**policy))]
-    fn set(&self, policy: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
+    ///
+    /// Parameters
+    /// ----------
+    /// reserve, limit, weight, priority, publish, pin_budget, lend : optional
+    ///     As in `Pool.tenant`.
+    /// parent : Tenant or str, optional
+    ///     Only to check: a tenant can't move.
+    ///
+    /// Raises
+    /// ------
+    /// TenantError
+    ///     What can't be, see `Pool.tenant`: nothing is changed then.
+    #[pyo3(signature = (
+        *, reserve = Given(None), limit = Given(None), weight = Given(None), priority = Given(None),
+        parent = Given(None), publish = Given(None), pin_budget = Given(None), lend = Given(None)
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
+    fn set(
+        &self,
+        reserve: Given<'_>,
+        limit: Given<'_>,
+        weight: Given<'_>,
+        priority: Given<'_>,
+        parent: Given<'_>,
+        publish: Given<'_>,
+        pin_budget: Given<'_>,
+        lend: Given<'_>,
+    ) -> PyResult<()> {
         self.owner.live()?;
-        let Some(policy) = policy else { return Ok(()) };
-        if policy.contains("parent")? {
-            return Err(TenantError::new_err("a tenant can't move to another parent"));
-        }
-        change(&self.owner, self.id, policy)
+        let changes = Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend };
+        change(&self.owner, self.id, &changes)
     }
 
     /// All figures at one moment.
+    ///
+    /// Parameters
+    /// ----------
+    /// subtree : bool, optional
+    ///     Add up the tenants below it as well, one after the other; ``claim``, ``reserve`` and ``limit`` stay its own.
+    ///
+    /// Returns
+    /// -------
+    /// Usage
+    ///     ``held + cached + pinned + promised + stock = charged``, exactly.
     #[pyo3(signature = (*, subtree = false))]
     fn usage(&self, subtree: bool) -> PyResult<Usage> {
         let core = self.owner.live()?;
@@ -267,12 +340,22 @@ impl Tenant {
         Ok(Usage::new(core, &usage))
     }
 
+    /// What happened to this tenant so far.
+    ///
+    /// Returns
+    /// -------
+    /// dict of str to int
+    ///     ``query_tokens`` looked up and ``hit_tokens`` found of its prompts; ``resumed_hit_tokens``; ``evicted_pages`` of its
+    ///     cache, and ``evicted_by_others_pages`` of those; ``waited`` and ``refused``, times.
     fn stats(&self) -> PyResult<std::collections::BTreeMap<&'static str, u64>> {
         let stats = self.owner.live()?.tenant_stats(self.id);
         Ok(stats.iter().map(|(counter, value)| (counter.name(), value)).collect())
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        if self.owner.live().is_err() {
+            return Ok(format!("<kvalloc.Tenant {:?} of the parent process>", self.name));
+        }
         let format = py.import("kvalloc.sizes")?.getattr("format_bytes")?;
         let show = |bytes: u64| format.call1((bytes,))?.extract::<String>();
         let limit = self.limit()?.map_or(Ok("none".to_owned()), show)?;
@@ -286,9 +369,26 @@ impl Tenant {
     }
 }
 
-/// What a tenant has, at one moment, in bytes.
-#[pyclass(frozen, eq, get_all, module = "kvalloc")]
-#[derive(Clone, PartialEq, Eq, Debug)]
+/// What a tenant has at one moment, in bytes of the device. Usages with equal figures are equal.
+///
+/// Attributes
+/// ----------
+/// held, cached, pinned : int
+///     Pages with references; published pages without, free to take; pages that only a pin keeps.
+/// promised : int
+///     Reserved for admitted sequences and not in use yet.
+/// stock : int
+///     Charged in advance, so that threads need not meet for every page; given back before anything is refused.
+/// charged : int
+///     The sum of the above.
+/// claim : int
+///     What the subtree keeps from others: the larger of its reserve and of what it holds, pins and was promised.
+/// reserve : int
+///     What is available to the subtree at once.
+/// limit : int or None
+///     The most that is charged to the subtree.
+#[pyclass(frozen, eq, hash, get_all, module = "kvalloc")]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Usage {
     held: u64,
     cached: u64,
@@ -321,9 +421,11 @@ impl Usage {
 #[pymethods]
 impl Usage {
     fn __repr__(&self) -> String {
-        let Self { held, cached, pinned, promised, charged, .. } = self;
+        let Self { held, cached, pinned, promised, stock, charged, claim, reserve, limit } = self;
+        let limit = limit.map_or("None".to_owned(), |limit| limit.to_string());
         format!(
-            "Usage(held={held}, cached={cached}, pinned={pinned}, promised={promised}, charged={charged})"
+            "Usage(held={held}, cached={cached}, pinned={pinned}, promised={promised}, stock={stock}, \
+             charged={charged}, claim={claim}, reserve={reserve}, limit={limit})"
         )
     }
 }

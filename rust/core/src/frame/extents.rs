@@ -53,7 +53,7 @@ use crate::{
 };
 
 /// Words of a cache line.
-const LINE: usize = if cfg!(kvalloc_loom) { 1 } else { 8 };
+const LINE: usize = if cfg!(any(kvalloc_loom, kvalloc_shuttle)) { 1 } else { 8 };
 /// In a lane's hint: extent + 1, and whether it claims there without keeping the extent from others.
 const EXTENT: u64 = (1 << 31) - 1;
 const GUEST: u64 = 1 << 31;

@@ -1,12 +1,22 @@
-//! Every interleaving of the races that matter, in arenas of very few frames.
+//! The races that matter, in arenas of very few frames: all interleavings as far as loom sees them, with weak memory;
+//! and very many of them at random with shuttle, which also finds those that loom's reduction leaves out (a change that
+//! follows on another thread's read, with a read of one's own between).
 
-use loom::thread;
+#[cfg(kvalloc_loom)]
+use loom::{model, thread};
+#[cfg(kvalloc_shuttle)]
+use shuttle::thread;
 
 use super::*;
 use crate::{
     sync::{Arc, Atom, AtomicU64},
     word::{TIERS, Tier},
 };
+
+#[cfg(kvalloc_shuttle)]
+fn model(f: impl Fn() + Send + Sync + 'static) {
+    shuttle::check_pct(f, 20_000, 3);
+}
 
 const A: SizeId = SizeId(0);
 const B: SizeId = SizeId(1);
@@ -46,7 +56,7 @@ fn settle(arena: &Arena, held: &[(SizeId, FrameId)]) {
 
 #[test]
 fn models_two_claims_on_the_last_frames() {
-    loom::model(|| {
+    model(|| {
         let arena = Arc::new(arena(&[1], 3, 1));
         let other = {
             let arena = arena.clone();
@@ -64,7 +74,7 @@ fn models_two_claims_on_the_last_frames() {
 /// Both threads hold one frame at most and there are two: neither may be told that there is none.
 #[test]
 fn models_a_frame_that_moves_is_not_missed() {
-    loom::model(|| {
+    model(|| {
         let arena = Arc::new(arena(&[1], 1, 2));
         let mine = claim(&arena, A, 0, 1);
         let other = {
@@ -82,7 +92,7 @@ fn models_a_frame_that_moves_is_not_missed() {
 /// Two releases into an exhausted extent that no list has: whoever has released can claim.
 #[test]
 fn models_a_release_is_seen_at_once() {
-    loom::model(|| {
+    model(|| {
         let arena = Arc::new(arena(&[1], 2, 1));
         let all = claim(&arena, A, 0, 3);
         assert_eq!(all.len(), 2);
@@ -104,7 +114,7 @@ fn models_a_release_is_seen_at_once() {
 /// A visitor cleans a list while an extent is filled again.
 #[test]
 fn models_cleaning_loses_no_extent() {
-    loom::model(|| {
+    model(|| {
         let arena = Arc::new(arena(&[1], 1, 2));
         let all = claim(&arena, A, 0, 2);
         assert_eq!(all.len(), 2);
@@ -125,7 +135,7 @@ fn models_cleaning_loses_no_extent() {
 /// The last frame comes back, the extent goes to the arena and is taken for the other size.
 #[test]
 fn models_an_extent_changes_its_size() {
-    loom::model(|| {
+    model(|| {
         let arena = Arc::new(arena(&[1, 2], 2, 1));
         let last = claim(&arena, A, 0, 1);
         let other = {
@@ -145,7 +155,7 @@ fn models_an_extent_changes_its_size() {
 /// has left.
 #[test]
 fn models_a_taken_extent_is_not_hidden() {
-    loom::model(|| {
+    model(|| {
         let arena = Arc::new(arena(&[1, 2], 2, 1));
         let first = {
             let arena = arena.clone();
@@ -166,7 +176,7 @@ fn models_a_taken_extent_is_not_hidden() {
 /// An extent goes from the arena's list to its size's while somebody reads first the one, then the other.
 #[test]
 fn models_an_extent_between_two_lists() {
-    loom::model(|| {
+    model(|| {
         let arena = Arc::new(arena(&[1, 2], 2, 1));
         let other = {
             let arena = arena.clone();
@@ -185,7 +195,7 @@ fn models_an_extent_between_two_lists() {
 
 #[test]
 fn models_of_two_releases_of_a_frame_one_wins() {
-    loom::model(|| {
+    model(|| {
         let arena = Arc::new(arena(&[1, 2], 2, 1));
         let held = claim(&arena, A, 0, 2);
         let other = {
@@ -202,7 +212,7 @@ fn models_of_two_releases_of_a_frame_one_wins() {
 
 #[test]
 fn models_slots() {
-    loom::model(|| {
+    model(|| {
         let slots = Arc::new(Slots::new(2));
         let mut mine = Vec::new();
         slots.claim(Lane(0), 1, &mut mine);
@@ -231,7 +241,7 @@ fn tiers() -> Arc<[Arena; TIERS]> {
 /// A batch comes out of quiescence while its page moves: either it shows the new place, or the old one stays out.
 #[test]
 fn models_a_batch_that_entered_keeps_the_frame_out() {
-    loom::model(|| {
+    model(|| {
         let arenas = tiers();
         let quiescence = Arc::new(Quiescence::new(&arenas));
         let places = claim(&arenas[0], A, 0, 2);
@@ -271,7 +281,7 @@ fn models_a_batch_that_entered_keeps_the_frame_out() {
 /// Two drains: the frame comes back once.
 #[test]
 fn models_limbo_gives_back_once() {
-    loom::model(|| {
+    model(|| {
         let arenas = tiers();
         let quiescence = Arc::new(Quiescence::new(&arenas));
         let frame = claim(&arenas[0], A, 0, 1)[0];

@@ -36,15 +36,15 @@ use crate::{
     word::{FrameId, SizeId, TIERS, Tier},
 };
 
-const LINE: usize = if cfg!(kvalloc_loom) { 2 } else { 8 };
+const LINE: usize = if cfg!(any(kvalloc_loom, kvalloc_shuttle)) { 2 } else { 8 };
 const FREE: u64 = 0;
 const QUIET: u64 = 1;
 const SHOWS: u64 = 2;
 
 /// Registered batches of a pool.
-#[cfg(not(kvalloc_loom))]
+#[cfg(not(any(kvalloc_loom, kvalloc_shuttle)))]
 const BATCHES: usize = 1024;
-#[cfg(kvalloc_loom)]
+#[cfg(any(kvalloc_loom, kvalloc_shuttle))]
 const BATCHES: usize = 2;
 
 /// A registered batch.

@@ -133,6 +133,18 @@ fn case_14_a_reused_page_is_a_miss() {
     assert_eq!(books.lookup_chain(SCOPE, &tokens(1, 2)), second);
 }
 
+/// A page that is on its way out misses, though it is listed still.
+#[test]
+fn a_leaving_page_is_a_miss() {
+    let mut books = Books::new(2, false);
+    let page = books.publish_chain(&tokens(1, 1))[0].page;
+    books.pages.transit_with(page.id, |w| w.drop_ref(page.generation)).expect("it was held once");
+    assert_eq!(books.lookup_chain(SCOPE, &tokens(1, 1)).len(), 1);
+    books.pages.transit(page.id, |w| w.evict()).expect("nobody holds it");
+    assert!(books.index.lists(books.pages.key(page.id), page.id));
+    assert!(books.lookup_chain(SCOPE, &tokens(1, 1)).is_empty());
+}
+
 /// Case 15: two copies of a prefix; one goes, the other is still hit, and only the last one has no copy.
 #[test]
 fn case_15_the_other_copy_is_hit() {

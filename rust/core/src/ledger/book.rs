@@ -51,6 +51,31 @@ impl Book {
         found
     }
 
+    /// Put units into a lane's stock; what does not go in goes back to the tree.
+    ///
+    /// Where a limit was lowered below use there are no stocks, or a tenant could go on with what it gives back: whoever
+    /// lowers a limit drains the stocks below it, and whoever lists a lane looks at the limits once more. Both look with
+    /// read-modify-writes of the same words, so one of them sees the other.
+    fn fill(&self, node: TenantId, lane: Lane, n: Units) {
+        if self.tree.is_over(node) {
+            return self.tree.surrender(node, n);
+        }
+        let (left, listed) = self.stocks.fill(node, lane, n);
+        self.tree.surrender(node, left);
+        if listed && self.tree.is_over_now(node) {
+            self.stocks.drain(node, |n| self.tree.surrender(node, n));
+        }
+    }
+
+    /// Another limit, with the policy lock held: the limit before.
+    pub(super) fn set_limit(&self, node: TenantId, limit: Units) -> Units {
+        let before = self.tree.set_limit(node, limit);
+        if limit < before {
+            self.drain(node);
+        }
+        before
+    }
+
     /// Try until it succeeds, or is refused while nothing lay in stock below the level that refused. Every further round
     /// means that another thread has put something into a stock meanwhile.
     fn insist(&self, attempt: impl Fn() -> Result<(), Obstacle>) -> Result<(), Obstacle> {
@@ -77,8 +102,7 @@ impl Book {
             let both = Units(n.0 + stock.0);
             let comfortable = self.tree.fits(node, both.0, both.0, COMFORT * stock.0).is_ok();
             if comfortable && self.tree.obtain(node, both).is_ok() {
-                let left = self.stocks.fill(node, lane, stock);
-                self.tree.surrender(node, left);
+                self.fill(node, lane, stock);
                 return Ok(());
             }
         }
@@ -90,8 +114,11 @@ impl Book {
     /// The stock was full, unlisted or closed.
     #[cold]
     pub(super) fn discharge(&self, node: TenantId, lane: Lane, n: Units) {
-        let left = if n.0 <= self.stocks.units().0 { self.stocks.fill(node, lane, n) } else { n };
-        self.tree.surrender(node, left);
+        if n.0 <= self.stocks.units().0 {
+            self.fill(node, lane, n);
+        } else {
+            self.tree.surrender(node, n);
+        }
     }
 
     pub(super) fn revive(&self, node: TenantId, n: Units) -> Result<(), Obstacle> {

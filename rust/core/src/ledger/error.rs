@@ -12,10 +12,6 @@ pub enum Why {
     /// What the level's subtree keeps from others (reserves, and units that can't be reclaimed) would exceed its limit;
     /// at the root: the capacity. Only others' giving up held or reserved units helps.
     Claim,
-    /// The tenant has used up its budget of pinned units.
-    Pins,
-    /// The tenant has used up its right to publish into the scope `level`, or has none.
-    Publish,
     /// There is no such tenant (any more).
     Closed,
 }
@@ -52,13 +48,6 @@ impl fmt::Display for Refused {
                 f,
                 "{tenant} asked for {asked} units on {tier:?}; at {level} {room} of {limit} are neither held nor \
                  reserved by others"
-            ),
-            Why::Pins => {
-                write!(f, "{tenant} asked to pin {asked} units; {room} are left of its budget of {limit}")
-            }
-            Why::Publish => write!(
-                f,
-                "{tenant} asked to publish {asked} units into {level}; its policy leaves it {room} of {limit}"
             ),
             Why::Closed => {
                 write!(f, "{tenant} asked for {asked} units on {tier:?}, and there is no such tenant")

@@ -173,8 +173,8 @@ impl Pair {
         let model = Model { nodes: [Node::default(); NODES], capacity: CAPACITY * scale };
         let capacity = [Units(CAPACITY * scale); 2];
         let ledger = Ledger::new(capacity, NODES as u32, Units(stock)).expect("small");
-        for at in 1..NODES {
-            let made = ledger.create(id(PARENT[at]), &format!("t{at}"), &Policy::default());
+        for (at, &parent) in PARENT.iter().enumerate().skip(1) {
+            let made = ledger.create(id(parent), &format!("t{at}"), &Policy::default());
             assert_eq!(made, Ok(id(at)));
         }
         Self { model, ledger, scale }
@@ -187,7 +187,7 @@ impl Pair {
 
     fn run(&mut self, op: &Op) {
         let Self { model, ledger, scale } = self;
-        let size = |n: u32| if n % 2 == 0 { n * *scale } else { n };
+        let size = |n: u32| if n.is_multiple_of(2) { n * *scale } else { n };
         let lane = |l: u8| Lane::wrapped(l.into());
         match *op {
             Op::Charge(t, n, l) => {

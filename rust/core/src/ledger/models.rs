@@ -183,6 +183,41 @@ fn a_discharge_is_found_by_whoever_asks_after_it() {
     });
 }
 
+/// There is room for one at every moment, in one lane's stock or in another's: whoever asks for one gets it.
+#[test]
+fn units_that_hop_between_lanes_are_found() {
+    loom::model(|| {
+        let book = book(2, 1);
+        book.tree.obtain(A, Units(2)).expect("room");
+        book.stocks.fill(A, Lane(1), ONE);
+        let hop = |b: &Book| {
+            if !b.stocks.store(A, Lane(0), ONE) {
+                b.discharge(A, Lane(0), ONE);
+            }
+            b.stocks.draw(A, Lane(1), ONE) || b.charge(A, Lane(1), ONE).is_ok()
+        };
+        assert_eq!(both(&book, hop, |b| b.charge(B, Lane(0), ONE).is_ok()), (true, true));
+        at_rest(&book);
+    });
+}
+
+/// Below a limit that was lowered under use nobody goes on with what he gave back.
+#[test]
+fn no_stock_is_left_below_a_lowered_limit() {
+    loom::model(|| {
+        let book = book(4, 1);
+        book.tree.obtain(A, Units(3)).expect("room");
+        let give = |b: &Book| {
+            b.discharge(A, Lane(0), ONE);
+            true
+        };
+        both(&book, give, |b| b.set_limit(A, ONE).0 > 0);
+        assert!(!book.stocks.draw(A, Lane(0), ONE) && book.charge(A, Lane(0), ONE).is_err());
+        assert_eq!(charged(&book, ROOT), 2);
+        at_rest(&book);
+    });
+}
+
 #[test]
 fn listing_counts_each_lane_once() {
     loom::model(|| {
@@ -213,8 +248,8 @@ fn a_snapshot_beside_a_transfer_between_lanes() {
     loom::model(|| {
         let book = book(4, 1);
         book.tree.obtain(A, Units(2)).expect("room");
-        assert_eq!(book.stocks.fill(A, Lane(0), ONE), Units(0));
-        assert_eq!(book.stocks.fill(A, Lane(1), Units(0)), Units(0));
+        book.stocks.fill(A, Lane(0), ONE);
+        book.stocks.fill(A, Lane(1), Units(0));
         // One unit held, one in stock; it moves from lane 0 into use and into lane 1.
         let transfer = |b: &Book| {
             assert!(b.stocks.draw(A, Lane(0), ONE));
@@ -227,6 +262,27 @@ fn a_snapshot_beside_a_transfer_between_lanes() {
             true
         });
         assert_eq!(book.usage(A).held, ONE);
+    });
+}
+
+#[test]
+fn a_snapshot_beside_a_pin() {
+    loom::model(|| {
+        let book = book(4, 0);
+        book.tree.obtain(A, Units(2)).expect("room");
+        book.tree.park(A, ONE);
+        let pin = |b: &Book| {
+            b.tree.revive(A, ONE).expect("room");
+            b.tree.count_pinned(A, 1);
+            true
+        };
+        both(&book, pin, |b| {
+            let usage = b.usage(A);
+            // One held and one cached, both held, one held and one pinned.
+            let seen = (usage.held.0, usage.cached.0, usage.pinned.0);
+            assert!([(1, 1, 0), (2, 0, 0), (1, 0, 1)].contains(&seen), "{usage:?}");
+            true
+        });
     });
 }
 
@@ -251,16 +307,5 @@ fn closed_lanes_lose_nothing() {
         let usage = book.usage(A);
         assert!(balanced(&usage) && usage.promised == ONE && usage.held == Units(0), "{usage:?}");
         at_rest(&book);
-    });
-}
-
-#[test]
-fn a_budget_of_one_pin() {
-    loom::model(|| {
-        let book = book(4, 0);
-        book.tree.set_pin_budget(A, ONE);
-        let won = both(&book, |b| b.tree.take_pins(A, ONE).is_ok(), |b| b.tree.take_pins(A, ONE).is_ok());
-        assert!(won.0 != won.1);
-        assert_eq!(book.tree.pins(A), UsageWord::new(ONE).charge(ONE).expect("one"));
     });
 }

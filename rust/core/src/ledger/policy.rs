@@ -6,7 +6,7 @@
 //! | `hashes` | hash of the name, 0: no tenant; dense, so that a search by name reads eight tenants a cache line |
 //! | `heads` | length of the name (0-7), LEND (8), number of changes (9-63) |
 //! | `names` | 16 words: the name's bytes |
-//! | `rights` | 8 [`UsageWord`]s: units published into the ancestor at that depth, and how many may be; limit 0: no right |
+//! | `rights` | 8 [`UsageWord`]s: their limit is how many units may be charged to the ancestor at that depth; 0: no right to publish there |
 //!
 //! A name is read with `heads` before and after: whoever writes one sets the length to 0 first.
 
@@ -18,7 +18,7 @@ use std::{
 use crate::{
     ledger::{
         Ledger,
-        error::{LedgerError, NameRule, Refused, Why},
+        error::{LedgerError, NameRule},
         tree::{MAX_DEPTH, ROOT},
     },
     sync::{Atom, AtomicU64, Mutex, MutexGuard, Words},
@@ -245,7 +245,7 @@ impl Ledger {
         if reserves > capacity {
             return Err(LedgerError::LimitBelowReserves { tier, limit: capacity, reserves });
         }
-        tree.set_limit(ROOT, capacity);
+        self.books[tier.as_usize()].set_limit(ROOT, capacity);
         Ok(())
     }
 
@@ -261,17 +261,14 @@ impl Ledger {
             return Err(LedgerError::HasChildren { children });
         }
         // With limits of 0 nothing more can be charged; what is charged then shows in the words.
-        let limits = self.books.each_ref().map(|book| book.tree.set_limit(tenant, Units(0)));
-        for book in &self.books {
-            book.drain(tenant);
-        }
+        let limits = self.books.each_ref().map(|book| book.set_limit(tenant, Units(0)));
         for tier in Tier::ALL {
             let tree = &self.books[tier.as_usize()].tree;
             // Demand without charges is a claim that a thread has not passed upward yet.
             let charged = tree.usage(tenant).charged().max(tree.claim(tenant).demand());
             if charged.0 > 0 {
                 for (book, limit) in self.books.iter().zip(limits) {
-                    book.tree.set_limit(tenant, limit);
+                    book.set_limit(tenant, limit);
                 }
                 return Err(LedgerError::NotEmpty { tier, charged });
             }
@@ -321,7 +318,7 @@ impl Ledger {
         let limits = self.books.each_ref().map(|book| book.tree.usage(tenant).limit());
         // A limit that is to rise must do so before a reserve grows up to it.
         for ((book, limit), new) in self.books.iter().zip(limits).zip(policy.limit) {
-            book.tree.set_limit(tenant, limit.max(new.unwrap_or(NONE)));
+            book.set_limit(tenant, limit.max(new.unwrap_or(NONE)));
         }
         for tier in Tier::ALL {
             let (i, reserve) = (tier.as_usize(), policy.reserve[tier.as_usize()]);
@@ -332,7 +329,7 @@ impl Ledger {
                     if j < i && policy.reserve[j] > before[j] {
                         let _ = book.tree.set_reserve(tenant, before[j]);
                     }
-                    book.tree.set_limit(tenant, limits[j]);
+                    book.set_limit(tenant, limits[j]);
                 }
                 let (level, short) = (obstacle.level, Units(obstacle.short));
                 return Err(LedgerError::Reserve { tier, asked: reserve, level, short });
@@ -341,7 +338,7 @@ impl Ledger {
         for (i, book) in self.books.iter().enumerate() {
             let _ = book.tree.set_reserve(tenant, policy.reserve[i]);
             book.tree.set_floor(tenant, policy.reserve[i]);
-            book.tree.set_limit(tenant, policy.limit[i].unwrap_or(NONE));
+            book.set_limit(tenant, policy.limit[i].unwrap_or(NONE));
             book.tree.set_pin_budget(tenant, policy.pin_budget);
             let parent = book.tree.meta(tenant).parent();
             book.tree.set_meta(tenant, MetaWord::new(parent, policy.weight, policy.priority));
@@ -451,7 +448,7 @@ impl Ledger {
             priority,
             lend: self.tenants.heads[tenant.as_usize()].get() & LEND != 0,
             publish: publish.collect(),
-            pin_budget: self.books[0].tree.pins(tenant).limit(),
+            pin_budget: self.books[0].tree.pin_budget(tenant),
         })
     }
 

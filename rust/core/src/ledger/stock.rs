@@ -78,45 +78,39 @@ impl Stocks {
             .is_ok()
     }
 
-    /// Put `n` in, listing the lane where needed; the units that must go back to the tree instead.
-    #[cold]
-    pub(super) fn fill(&self, node: TenantId, lane: Lane, n: Units) -> Units {
+    /// Put `n` in, listing the lane where needed: the units that must go back to the tree instead, and whether the lane was
+    /// not listed before.
+    pub(super) fn fill(&self, node: TenantId, lane: Lane, n: Units) -> (Units, bool) {
         if n.0 > self.most().0 {
-            return n;
+            return (n, false);
         }
         let word = self.stock(node, lane.as_usize());
-        let mut counted = false;
-        let mut now = StockWord(word.get());
+        let (mut counted, mut listed) = (false, false);
+        let mut now = StockWord(word.first());
         let left = loop {
-            if let Some((next, left)) = now.trim(n, self.units)
-                && left.0 > self.units.0
-            {
-                match word.cas(now.0, next.0) {
-                    Ok(_) => break left,
-                    Err(found) => now = StockWord(found),
-                }
-                continue;
-            }
-            let Some(next) = now.store(n, self.most()) else { break n };
+            let (next, left) = match (now.store(n, self.most()), now.trim(n, self.units)) {
+                (Some(next), _) => (next, Units(0)),
+                (None, Some(trimmed)) => trimmed,
+                (None, None) => break n,
+            };
             if !now.is_listed() && !counted {
                 self.count(node, 1);
                 counted = true;
             }
             match word.cas(now.0, next.0) {
                 Ok(_) => {
-                    if !now.is_listed() {
-                        counted = false;
-                        self.listings.plus(1);
-                    }
-                    break Units(0);
+                    listed = !now.is_listed();
+                    break left;
                 }
                 Err(found) => now = StockWord(found),
             }
         };
-        if counted {
+        if listed {
+            self.listings.plus(1);
+        } else if counted {
             self.count(node, -1);
         }
-        left
+        (left, listed)
     }
 
     fn count(&self, node: TenantId, by: i64) {

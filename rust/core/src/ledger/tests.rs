@@ -181,14 +181,9 @@ fn a_promise_is_kept_and_given_back() {
 }
 
 #[test]
-fn pins_are_hard_and_have_a_budget() {
+fn pins_are_hard() {
     let ledger = ledger(100, 0);
     let t = tenant(&ledger, "t", 0, None);
-    let refused = ledger.take_pin_budget(t, Units(1)).expect_err("no budget");
-    assert_eq!((refused.why, refused.limit), (Why::Pins, Units(0)));
-    ledger.set_policy(t, &Policy { pin_budget: Units(10), ..Policy::default() }).expect("valid");
-    ledger.take_pin_budget(t, Units(10)).expect("within");
-    assert_eq!(ledger.take_pin_budget(t, Units(1)).expect_err("used up").room, Units(0));
     charge(&ledger, t, 10).expect("room");
     ledger.park(DEV, t, Units(4));
     ledger.to_pinned(DEV, t, Units(6));
@@ -205,9 +200,6 @@ fn pins_are_hard_and_have_a_budget() {
         (usage.held, usage.cached, usage.pinned, usage.claim),
         (Units(2), Units(8), Units(0), Units(2))
     );
-    ledger.give_pin_budget(t, Units(10));
-    ledger.give_pin_budget(t, Units(1));
-    assert_eq!(ledger.faults(), 1);
 }
 
 #[test]

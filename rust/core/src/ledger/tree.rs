@@ -189,10 +189,23 @@ impl Tree {
         Ok(())
     }
 
+    /// Whether a level on the way up has more charged or claimed than its limit, which was lowered then.
+    pub(super) fn is_over(&self, node: TenantId) -> bool {
+        self.path(node).iter().any(|&level| self.is_level_over(level, self.usage(level)))
+    }
+    /// The same, and whoever lowers a limit later sees what this thread did before.
+    pub(super) fn is_over_now(&self, node: TenantId) -> bool {
+        let now = |level| UsageWord(self.at(level, USAGE).plus(0));
+        self.path(node).iter().any(|&level| self.is_level_over(level, now(level)))
+    }
+    fn is_level_over(&self, level: TenantId, usage: UsageWord) -> bool {
+        usage.charged() > usage.limit() || self.claim(level).claim() > usage.limit()
+    }
+
     fn no_claim(&self, level: TenantId, now: ClaimWord, next: Option<ClaimWord>) -> Obstacle {
         let limit = self.usage(level).limit();
         let short = next.map_or(u32::MAX, |next| {
-            // A limit that was lowered below the claim is not the asker's fault: he is short of what he asked.
+            // A limit that was lowered below the claim does not add to what the asker is short of.
             (next.claim().0 - now.claim().0).min(next.claim().0.saturating_sub(limit.0))
         });
         Obstacle { level, why: Why::Claim, short, limit }
@@ -228,7 +241,7 @@ impl Tree {
         let word = self.at(node, CLAIM);
         let above = self.above(node);
         let mut have = 0;
-        let mut now = ClaimWord(word.get());
+        let mut now = ClaimWord(word.first());
         let obstacle = loop {
             let Some(next) = step(now) else { break self.no_claim(node, now, None) };
             let growth = next.claim().0.saturating_sub(now.claim().0);
@@ -341,20 +354,9 @@ impl Tree {
         let _ = self.at(node, PROMISED).transit(|w| CountWord(w).shift(by).map(|w| w.0));
     }
 
-    /// Pinned units against the budget, which counts every pinned page, held or not.
-    pub(super) fn take_pins(&self, node: TenantId, n: Units) -> Result<(), Obstacle> {
-        self.at(node, PINS).transit(|w| UsageWord(w).charge(n).map(|w| w.0)).map(drop).map_err(|now| {
-            let now = UsageWord(now);
-            Obstacle { why: Why::Pins, ..Obstacle::limit(node, now, n.0) }
-        })
-    }
-    pub(super) fn give_pins(&self, node: TenantId, n: Units) {
-        if self.at(node, PINS).transit(|w| UsageWord(w).discharge(n).map(|w| w.0)).is_err() {
-            self.fault();
-        }
-    }
-    pub(super) fn pins(&self, node: TenantId) -> UsageWord {
-        UsageWord(self.at(node, PINS).get())
+    /// The budget of pinned units.
+    pub(super) fn pin_budget(&self, node: TenantId) -> Units {
+        UsageWord(self.at(node, PINS).get()).limit()
     }
 
     // What follows is called with the policy lock held.

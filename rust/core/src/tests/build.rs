@@ -113,6 +113,7 @@ pub(super) fn empty(pool: &Pool) {
         assert_eq!(pool.ledger().usage(Tier::Device, tenant).promised, Units(0));
     }
     pool.reset_prefix_cache().expect("nothing is held");
+    pool.quiescence.drain(&pool.arenas);
     green(pool);
     let balance = pool.audit().balance[0];
     assert_eq!((balance.cached, balance.free), (0, balance.capacity));

@@ -44,6 +44,7 @@ enum What {
     Pin,
     Unpin,
     Advance,
+    Relocate,
     Policy,
     Reset,
     Allocate,
@@ -76,6 +77,7 @@ fn op() -> impl Strategy<Value = Op> {
         (2, Pin),
         (2, Unpin),
         (1, Advance),
+        (2, Relocate),
         (2, Policy),
         (1, Reset),
         (4, Allocate),
@@ -138,6 +140,7 @@ fn run(world: &mut World, Op { what, a, b, c, d }: Op) {
         }
         (What::Unpin, _) => world.unpin(x),
         (What::Advance, _) => world.advance(u64::from(a) * 20),
+        (What::Relocate, Some(id)) => world.relocate(id, y, z),
         (What::Policy, _) => {
             let limit = (b % 2 == 0).then_some(u32::from(b) % 24);
             world.set_policy(x, u32::from(c) % 9, limit, 1 + u32::from(d % 4), d);

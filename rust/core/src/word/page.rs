@@ -24,6 +24,7 @@
 //! | held | > 0 | any | LIVE |
 //! | pinned | 0 | > 0 | LIVE, INDEXED |
 //! | cached | 0 | 0 | LIVE, QUEUED, and INDEXED unless its key was taken from it while it was held |
+//! | orphan | 0 | 0 | LIVE, LEASED: nobody can find it, and a copy still uses its frame; whoever ends the lease frees it |
 //! | leaving | 0 | 0 | LIVE, LEAVING, not QUEUED |
 //!
 //! A cached page is QUEUED from the same transition that made it cached; a held or pinned one may still be QUEUED from
@@ -123,7 +124,12 @@ impl PageWord {
     /// Kept for later hits, free to take.
     #[inline]
     pub const fn is_cached(self) -> bool {
-        self.refs() == 0 && self.pins() == 0 && self.has(LIVE) && !self.has(LEAVING)
+        self.refs() == 0 && self.pins() == 0 && self.0 & (INDEXED | QUEUED) != 0 && !self.has(LEAVING)
+    }
+    /// Let go by all, not to be found, and in use by a copy.
+    #[inline]
+    pub const fn is_orphan(self) -> bool {
+        self.refs() == 0 && self.pins() == 0 && self.has(LIVE | LEASED) && self.0 & (INDEXED | QUEUED) == 0
     }
     /// Owned by one thread that is taking it out.
     #[inline]
@@ -213,6 +219,8 @@ impl PageWord {
         } else if self.has(QUEUED) {
             // Its key went while it was held, and the order still lists it: the order takes it out when it comes up.
             (self, Dropped::Cached { enqueue: false })
+        } else if self.has(LEASED) {
+            (self, Dropped::Held)
         } else {
             (Self(self.0 | LEAVING), Dropped::Leaving)
         }
@@ -237,7 +245,7 @@ impl PageWord {
     /// A page that one holder has, and that has no key any more, begins another life in his hands.
     #[inline]
     pub const fn renew(self) -> Option<Self> {
-        if self.refs() == 1 && self.pins() == 0 && self.has(LIVE) && !self.has(INDEXED) {
+        if self.refs() == 1 && self.pins() == 0 && self.has(LIVE) && self.0 & (INDEXED | LEASED) == 0 {
             let next = (self.generation().0.wrapping_add(1) as u64) << GENERATION_SHIFT;
             Some(Self(next | self.0 & !WRITTEN & u32::MAX as u64))
         } else {
@@ -320,13 +328,16 @@ impl PageWord {
         }
     }
 
-    /// The copy has ended or its time is over; a second end is `None`.
+    /// The copy has ended or its time is over; a second end is `None`. `true`: everybody else let go meanwhile, so it is
+    /// LEAVING, owned by the caller, who frees it.
     #[inline]
-    pub const fn unlease(self, generation: Generation) -> Option<Self> {
-        if self.generation().0 == generation.0 && self.has(LEASED) {
-            Some(Self(self.0 & !LEASED))
-        } else {
+    pub const fn unlease(self, generation: Generation) -> Option<(Self, bool)> {
+        if self.generation().0 != generation.0 || !self.has(LEASED) {
             None
+        } else if self.is_orphan() {
+            Some((Self(self.0 & !LEASED | LEAVING), true))
+        } else {
+            Some((Self(self.0 & !LEASED), false))
         }
     }
 }
