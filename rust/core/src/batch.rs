@@ -114,6 +114,8 @@ struct Record {
 }
 
 const GONE: u32 = u32::MAX;
+/// In a count: the row was truncated into the tokens of this step, so what was sampled after them follows nothing.
+const CUT: u32 = 1 << 31;
 
 /// The state of a batch.
 #[derive(Debug)]
@@ -401,6 +403,21 @@ impl Batch {
     }
 }
 
+#[cfg(test)]
+impl Batch {
+    /// What stands in the arrays: block table and slot mapping of each group; lengths, starts and positions.
+    pub(crate) fn shown(&self) -> (Vec<(Vec<i32>, Vec<i64>)>, [Vec<i32>; 3]) {
+        let inner = &mut *try_lock(&self.shared.inner, "the batch").expect("nobody uses it");
+        let group = |g| {
+            let shown = inner.arrays.group(g);
+            (shown.block_table.to_vec(), shown.slot_mapping.to_vec())
+        };
+        let groups = (0..self.shared.pool.groups.len()).map(group).collect();
+        let rows = inner.arrays.rows();
+        (groups, [rows.seq_lens.to_vec(), rows.query_start_loc.to_vec(), rows.positions.to_vec()])
+    }
+}
+
 impl Shared {
     /// Work on the body of a sequence that stands here.
     pub(crate) fn visit<R>(
@@ -412,10 +429,11 @@ impl Shared {
         let _op = self.pool.enter(inner.lane);
         let row = inner.find(sequence)?;
         inner.sync_out(row);
-        let awaited = inner.hot.slots[row] - inner.hot.written[row];
         let answer = f(&mut inner.rows[row].body, &mut inner.scratch);
+        if inner.rows[row].body.slots < inner.hot.slots[row] {
+            inner.clip(row);
+        }
         inner.sync_in(&self.pool, self.shape, row);
-        inner.forget(row, awaited.saturating_sub(inner.hot.slots[row] - inner.hot.written[row]));
         Ok(answer)
     }
 
@@ -470,8 +488,7 @@ impl Inner {
         self.sync_out(row);
         let last = self.rows.len() - 1;
         let mut body = self.rows.swap_remove(row).body;
-        body.slots = body.written;
-        body.shrink_to(pool, self.lane, body.slots, &mut self.scratch);
+        body.forget_steps(pool, self.lane, &mut self.scratch);
         self.hot.each(|v| {
             v.swap_remove(row);
         });
@@ -505,23 +522,26 @@ impl Inner {
         body
     }
 
-    /// The last `tokens` tokens that a row awaits a commit for were taken back: the newest steps did not do them.
-    fn forget(&mut self, row: usize, mut tokens: u32) {
-        for record in self.outstanding.iter_mut().rev() {
-            if tokens == 0 {
-                break;
-            }
+    /// The row was truncated: steps that are not committed count as far as its slots still reach.
+    fn clip(&mut self, row: usize) {
+        let body = &self.rows[row].body;
+        let mut left = body.slots - body.written;
+        for record in &mut self.outstanding {
             let entry = match record.at.is_empty() {
-                true => Some(row).filter(|&row| row < record.rows),
-                false => record.at.iter().position(|&at| at == row as u32),
+                true => row,
+                false => record.at.iter().position(|&at| at == row as u32).unwrap_or(record.rows),
             };
-            let Some(entry) = entry else { continue };
+            if entry >= record.rows {
+                continue;
+            }
             if record.counts.is_empty() {
                 record.counts.resize(record.rows, 1);
             }
-            let taken = record.counts[entry].min(tokens);
-            record.counts[entry] -= taken;
-            tokens -= taken;
+            let count = &mut record.counts[entry];
+            if *count & !CUT > left {
+                *count = left | CUT;
+            }
+            left -= *count & !CUT;
         }
     }
 
@@ -553,14 +573,14 @@ impl Inner {
             }
             shown[end..].fill(0);
         }
-        self.settle(pool, row);
+        self.settle(pool, shape, row);
     }
 
     /// What the row's pages hold, and where the last one is.
-    fn settle(&mut self, pool: &Pool, row: usize) {
+    fn settle(&mut self, pool: &Pool, shape: Shape, row: usize) {
         let page_tokens = pool.spec.page_tokens();
         let body = &self.rows[row].body;
-        let mut room = u32::MAX;
+        let mut room = shape.tokens;
         for (g, (table, base)) in body.tables.iter().zip(&mut self.hot.base).enumerate() {
             if pool.is_state(GroupId(g as u8)) {
                 if table.pages.is_empty() {
@@ -705,7 +725,7 @@ impl Inner {
             let pages = &mut body.tables[0].pages;
             table[row * shape.pages + pages.len()] = frame.0 as i32;
             hot.base[0][row] = (i64::from(frame.0) - pages.len() as i64) * i64::from(page_tokens);
-            hot.room[row] = slots + page_tokens;
+            hot.room[row] = (slots + page_tokens).min(shape.tokens);
             pages.push(page);
         }
         pool.stats.count(self.lane, Counter::PagesAllocated, (claimed - self.scratch.ids.len()) as u64);
@@ -741,7 +761,7 @@ impl Inner {
                     let pages = (slots + count).div_ceil(page_tokens) - first_new;
                     let fewer = (first_new + pages / 2) * page_tokens;
                     if pages == 0 || fewer <= slots {
-                        self.settle(pool, row);
+                        self.settle(pool, shape, row);
                         return Err(refusal);
                     }
                     count = fewer - slots;
@@ -749,7 +769,7 @@ impl Inner {
             }
         }
         self.show_new(pool, shape, row, first_new as usize);
-        self.settle(pool, row);
+        self.settle(pool, shape, row);
         Ok(count)
     }
 
@@ -791,7 +811,8 @@ impl Inner {
             // A snapshot of a fixed state stays findable while there is room for a copy; admission counted the copy of one
             // that was hit, and none of those that are kept on the way.
             let snapshot = pool.is_state(group) && pool.pages.read(page.id).is_indexed();
-            if !snapshot && pool.make_private(page, group) {
+            if !snapshot && let Some(private) = pool.make_private(page, group) {
+                body.tables[g].pages[at] = private;
                 continue;
             }
             let counted = !snapshot || slots == body.cached;
@@ -802,7 +823,8 @@ impl Inner {
             if let Err(refusal) =
                 pool.take(self.lane, tenant, group, 1, promise, &mut copy, &mut self.scratch)
             {
-                if snapshot && pool.make_private(page, group) {
+                if snapshot && let Some(private) = pool.make_private(page, group) {
+                    body.tables[g].pages[at] = private;
                     continue;
                 }
                 return Err(refusal);
@@ -914,6 +936,7 @@ impl Inner {
                 Some(&row) => row as usize,
             };
             let count = record.counts.get(entry).map_or(1, |&c| c);
+            let (count, cut) = (count & !CUT, count & CUT != 0);
             if count == 0 {
                 continue;
             }
@@ -922,7 +945,7 @@ impl Inner {
             written += u64::from(now - hot.written[row]);
             hot.written[row] = now;
             if now >= hot.known[row] {
-                self.learn(row, now, sampled.map_or(-1, |s| s[entry]));
+                self.learn(row, now, sampled.filter(|_| !cut).map_or(-1, |s| s[entry]));
             }
             let hot = &mut self.hot;
             if now >= hot.publish[row] && hot.known[row] >= hot.publish[row] {

@@ -323,6 +323,12 @@ fn judge(pages: &Pages, id: PageId, node: &Node, terms: Terms, spared: &mut u32)
     loop {
         let page = PageWord(now);
         debug_assert!(page.is_queued() && !page.is_leaving(), "{page:?} stands in the order");
+        if !terms.visits && page.is_visited() {
+            // Where hits don't count the bit still has to go first: that it is unset is what makes "no children" hold.
+            let unvisited = page.pass(page.is_proven()).0;
+            now = word.cas(now, unvisited).map_or_else(|found| found, |_| unvisited);
+            continue;
+        }
         let (next, verdict) = if let Some(next) = page.dequeue() {
             set_spare(pages, id, node);
             (next, Verdict::Dropped)

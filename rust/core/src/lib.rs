@@ -45,4 +45,6 @@ pub mod sequence;
 pub mod spec;
 pub mod stats;
 mod sync;
+#[cfg(all(test, not(kvalloc_loom)))]
+mod tests;
 pub mod word;

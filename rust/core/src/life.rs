@@ -19,7 +19,7 @@ use crate::{
     sync::Atom,
     word::{
         FrameId, GroupId, Lane, PageId, PageRef, TenantId, Tier, Units,
-        page::{Dropped, Location, Shared},
+        page::{Dropped, Location, PageWord, Shared},
     },
 };
 
@@ -121,32 +121,33 @@ impl Pool {
         }
     }
 
-    /// A page that the caller alone holds loses its key, because its content is about to change. `false`: others hold it
-    /// too, or found it meanwhile, so it has to be copied instead.
-    pub(crate) fn make_private(&self, page: PageRef, group: GroupId) -> bool {
+    /// A page that the caller alone holds loses its key, because its content is about to change: the reference to it from
+    /// now on. `None`: others hold it too, or found it meanwhile, so it has to be copied instead.
+    pub(crate) fn make_private(&self, page: PageRef, group: GroupId) -> Option<PageRef> {
         let word = self.pages.read(page.id);
         if word.refs() != 1 || word.pins() != 0 || word.generation() != page.generation {
-            return false;
+            return None;
         }
         if !word.is_indexed() {
-            return true;
+            return Some(page);
         }
-        // Children in the index continue what it says now.
+        let alone = |w: PageWord| w.refs() == 1 && w.pins() == 0 && w.generation() == page.generation;
+        let taken = self.pages.transit(page.id, |w| if alone(w) { w.unpublish() } else { None });
+        if taken.is_err() {
+            return None;
+        }
+        // From here on nobody can hit it, so nobody can hang a child on it any more. Children in the index continue what
+        // it says now.
         if self.pages.children(page.id) > 0 {
-            return false;
+            let again = self.pages.transit(page.id, |w| w.publish(word.is_proven()));
+            debug_assert!(again.is_ok(), "{page:?} is held by the caller and private, and yet {again:?}");
+            return None;
         }
-        let taken = self.pages.transit(page.id, |w| {
-            if w.refs() == 1 && w.pins() == 0 && w.generation() == page.generation {
-                w.unpublish()
-            } else {
-                None
-            }
-        });
-        if taken.is_ok() {
-            // Not INDEXED any more, so nobody can hit it, though it is still listed for a moment.
-            self.unindex(page.id, group);
-        }
-        taken.is_ok()
+        self.unindex(page.id, group);
+        // It will be published again, and who saw it under its old key must not take it for that: another life begins.
+        // Not while a copy uses the frame: whoever ends the lease knows this life.
+        let word = self.pages.transit(page.id, |w| w.renew()).ok()?;
+        Some(PageRef { id: page.id, generation: word.generation() })
     }
 
     /// Reference pages that were found, in order, until one is gone or may not be held: how many are now held.

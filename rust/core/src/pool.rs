@@ -268,6 +268,10 @@ impl Pool {
         self.states & 1 << group.0 != 0
     }
 
+    pub(crate) fn has_states(&self) -> bool {
+        self.states != 0
+    }
+
     pub(crate) fn check_tenant(&self, tenant: TenantId) -> Result<(), Error> {
         match tenant.0 > 0 && self.ledger.is_live(tenant) {
             true => Ok(()),

@@ -104,8 +104,8 @@ pub(crate) struct Body {
     /// Parts of the prompt that were to be shared and are the sequence's own: scope, tokens.
     fallbacks: Vec<(TenantId, u32)>,
     pub(crate) promises: Vec<(TenantId, u32)>,
-    /// The most the tenant's own promise may be filled up to again when a window moves on.
-    promised: u32,
+    /// What the promises may be filled up to again when pages go back.
+    promised: Vec<(TenantId, u32)>,
     pub(crate) shared_tail: bool,
     /// The most tokens it was admitted for; 0: no bound of its own.
     pub(crate) admitted: u32,
@@ -350,7 +350,7 @@ impl Body {
             ranges,
             fallbacks: Vec::new(),
             promises: Vec::new(),
-            promised: 0,
+            promised: Vec::new(),
             // A snapshot that was hit is copied before the state is written on.
             shared_tail: state_hit,
             admitted: 0,
@@ -407,11 +407,20 @@ impl Body {
                     self.add_promise(payer, run.saturating_mul(info.units));
                     page += run;
                 }
+            } else if pool.is_state(group) {
+                // A hit is a snapshot, which is copied into a page of the sequence's own.
+                let payer = if have > 0 { self.tenant } else { self.payer(page_tokens, 0) };
+                self.add_promise(payer, info.units);
             } else {
-                // A hit on a fixed state is a snapshot, which is copied into a page of the sequence's own.
-                let have = if pool.is_state(group) { 0 } else { have };
-                let peak = pool.spec.peak_pages(group, total, page_tokens);
-                self.add_promise(self.tenant, peak.saturating_sub(have).saturating_mul(info.units));
+                let most = pool.spec.peak_pages(group, total, page_tokens).saturating_sub(have);
+                let mut page = self.tables[g].pages.len() as u32;
+                let end = total.div_ceil(page_tokens);
+                while page < end {
+                    let payer = self.payer(page_tokens, page);
+                    let run = (page..end).take_while(|&p| self.payer(page_tokens, p) == payer).count() as u32;
+                    self.add_promise(payer, run.min(most).saturating_mul(info.units));
+                    page += run;
+                }
             }
         }
         let promises = std::mem::take(&mut self.promises);
@@ -431,7 +440,7 @@ impl Body {
             pool.promise(self.lane, payer, units)?;
             self.promises.push((payer, units));
         }
-        self.promised = self.promise_of(self.tenant).map_or(0, |p| *p);
+        self.promised.clone_from(&self.promises);
         Ok(())
     }
 
@@ -537,20 +546,53 @@ impl Body {
             let keep = if pool.is_state(group) { usize::from(slots > 0) } else { keep };
             if self.tables[g].pages.len() > keep {
                 let surplus = self.tables[g].pages.split_off(keep);
-                pool.let_go_reversed(lane, &surplus, scratch);
-                let units = surplus.len() as u32 * pool.groups[g].units;
-                self.promise_again(pool, lane, units);
+                self.give_back(pool, lane, g, &surplus, None, scratch);
             }
         }
     }
 
-    /// After own pages went back: an admitted sequence keeps the room it was promised.
-    fn promise_again(&mut self, pool: &Pool, lane: Lane, units: u32) {
-        let (tenant, most) = (self.tenant, self.promised);
-        let Some(promise) = self.promise_of(tenant) else { return };
-        let units = units.min(most.saturating_sub(*promise));
-        if units > 0 && pool.promise(lane, tenant, units).is_ok() {
-            *promise += units;
+    /// Forget what steps that are not committed did. A fixed state has moved on with them and can't go back, so there
+    /// the sequence begins anew.
+    pub(crate) fn forget_steps(&mut self, pool: &Pool, lane: Lane, scratch: &mut Scratch) {
+        let spoilt = self.slots > self.written && pool.has_states();
+        self.slots = self.written;
+        if spoilt {
+            (self.slots, self.written, self.cached, self.shared_tail) = (0, 0, 0, false);
+            // Pages of other groups are children of the anchor's, so the anchor's go last.
+            for g in self.groups_up(pool) {
+                self.trim_table(pool, lane, g, u32::MAX, scratch);
+                self.tables[g] = Table::default();
+            }
+            (self.published, self.keys) = (0, vec![self.root]);
+            self.parent = Some(Parent::Digest(pool.hasher.digest(self.root)));
+        }
+        self.shrink_to(pool, lane, self.slots, scratch);
+    }
+
+    /// Pages of group `g` go back. An admitted sequence keeps the room it was promised with `payer`, or with all.
+    fn give_back(
+        &mut self,
+        pool: &Pool,
+        lane: Lane,
+        g: usize,
+        pages: &[PageRef],
+        payer: Option<TenantId>,
+        scratch: &mut Scratch,
+    ) {
+        let promised = self.promised.iter().filter(|p| payer.is_none_or(|payer| p.0 == payer));
+        let again: Vec<_> = promised
+            .map(|&(payer, most)| {
+                let pages = pages.iter().filter(|p| pool.pages.payer(p.id) == payer).count() as u32;
+                (payer, most, pages * pool.groups[g].units)
+            })
+            .collect();
+        pool.let_go_reversed(lane, pages, scratch);
+        for (payer, most, units) in again {
+            let Some(promise) = self.promise_of(payer) else { continue };
+            let units = units.min(most.saturating_sub(*promise));
+            if units > 0 && pool.promise(lane, payer, units).is_ok() {
+                *promise += units;
+            }
         }
     }
 
@@ -558,15 +600,19 @@ impl Body {
     pub(crate) fn trim(&mut self, pool: &Pool, lane: Lane, next: u32, scratch: &mut Scratch) {
         for g in 0..self.tables.len() {
             let needed = pool.spec.first_needed(GroupId(g as u8), next);
-            let table = &mut self.tables[g];
-            let end = needed.min(table.pages.len() as u32);
-            if end > table.start {
-                let left = &table.pages[table.start as usize..end as usize];
-                pool.let_go_reversed(lane, left, scratch);
-                let units = left.len() as u32 * pool.groups[g].units;
-                table.start = end;
-                self.promise_again(pool, lane, units);
-            }
+            self.trim_table(pool, lane, g, needed, scratch);
+        }
+    }
+
+    /// Release the pages of a group before page `end`.
+    fn trim_table(&mut self, pool: &Pool, lane: Lane, g: usize, end: u32, scratch: &mut Scratch) {
+        let table = &mut self.tables[g];
+        let end = end.min(table.pages.len() as u32);
+        if end > table.start {
+            let left = table.pages[table.start as usize..end as usize].to_vec();
+            table.start = end;
+            // What a window leaves behind in a shared range is not needed there again.
+            self.give_back(pool, lane, g, &left, Some(self.tenant), scratch);
         }
     }
 
@@ -678,13 +724,21 @@ impl Body {
     /// next step continues in a copy. `false`: there is none, or it does not stand at a page's edge.
     pub(crate) fn keep_state(&mut self, pool: &Pool, lane: Lane) -> bool {
         let page_tokens = pool.spec.page_tokens();
+        // A step that is not committed has moved the state on.
         if self.written == 0
+            || self.slots != self.written
             || !self.written.is_multiple_of(page_tokens)
             || self.published != self.written / page_tokens
         {
             return false;
         }
         let (Some(parent), Some(&key)) = (self.parent, self.keys.last()) else { return false };
+        // It stands beside the page that ends here, and continues what that page of another group continues.
+        let parent = match (pool.spec.anchor(), self.keys.len().checked_sub(2)) {
+            (Some(_), _) => parent,
+            (None, Some(before)) => Parent::Digest(pool.hasher.digest(self.keys[before])),
+            (None, None) => return false,
+        };
         let tokens = &self.tokens[(self.written - page_tokens) as usize..self.written as usize];
         let mut kept = false;
         let mut events = Vec::new();
@@ -726,10 +780,10 @@ impl Body {
         let page_tokens = pool.spec.page_tokens();
         for (g, table) in self.tables.iter().enumerate() {
             let group = GroupId(g as u8);
-            if pool.is_state(group) && n < self.written {
+            if pool.is_state(group) && n < self.slots {
                 return Err(Error::Argument(format!(
                     "the fixed state of group {g} can't go back to {n} tokens from {}; fork before drafting",
-                    self.written
+                    self.slots
                 )));
             }
             if table.start > 0 && pool.spec.first_needed(group, n) < table.start {
@@ -746,8 +800,9 @@ impl Body {
         let whole = n / page_tokens;
         if whole < self.published {
             self.rewind(pool, whole);
-            self.shared_tail |= !self.slots.is_multiple_of(page_tokens);
         }
+        // A fork may share the page in which the next token goes, whether it has a key or not.
+        self.shared_tail |= !self.slots.is_multiple_of(page_tokens);
         self.cached = self.cached.min(whole * page_tokens);
         Ok(())
     }
@@ -779,6 +834,12 @@ impl Body {
 
     /// A second sequence with the same tokens and pages; both copy a shared page before they write into it.
     pub(crate) fn fork(&mut self, pool: &Pool, scratch: &mut Scratch) -> Result<Self, Error> {
+        if self.slots > self.written && pool.has_states() {
+            return Err(Error::Argument(format!(
+                "the fixed state has moved on to {} tokens with steps that are not committed; commit them, then fork",
+                self.slots
+            )));
+        }
         let mut shared: Vec<PageRef> = Vec::new();
         let mut tables = self.tables.clone();
         for (g, table) in tables.iter_mut().enumerate() {
@@ -809,7 +870,7 @@ impl Body {
             ranges: self.ranges.clone(),
             fallbacks: self.fallbacks.clone(),
             promises: Vec::new(),
-            promised: 0,
+            promised: Vec::new(),
             // Slots of steps that are not committed are the parent's alone.
             slots: self.written,
             counted: true,
@@ -817,14 +878,15 @@ impl Body {
         })
     }
 
+    /// The groups in the order in which their pages go: those of other groups are children of the anchor's.
+    fn groups_up(&self, pool: &Pool) -> impl Iterator<Item = usize> + use<> {
+        let anchor = pool.spec.anchor().map(GroupId::as_usize);
+        (0..self.tables.len()).filter(move |&g| Some(g) != anchor).chain(anchor)
+    }
+
     /// Everything goes back.
     pub(crate) fn release_all(&mut self, pool: &Pool, scratch: &mut Scratch) {
-        let anchor = pool.spec.anchor().map_or(usize::MAX, GroupId::as_usize);
-        // Pages of other groups are children of the anchor's.
-        for g in (0..self.tables.len())
-            .filter(|&g| g != anchor)
-            .chain((anchor < self.tables.len()).then_some(anchor))
-        {
+        for g in self.groups_up(pool) {
             let table = std::mem::take(&mut self.tables[g]);
             pool.let_go_reversed(self.lane, table.live(), scratch);
         }

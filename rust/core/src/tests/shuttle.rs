@@ -1,0 +1,1 @@
+//! Two or three threads under random schedules.
