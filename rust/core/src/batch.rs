@@ -113,9 +113,8 @@ struct Record {
     sources: Vec<PageRef>,
 }
 
+/// The row of an entry whose sequence has left.
 const GONE: u32 = u32::MAX;
-/// In a count: the row was truncated into the tokens of this step, so what was sampled after them follows nothing.
-const CUT: u32 = 1 << 31;
 
 /// The state of a batch.
 #[derive(Debug)]
@@ -522,7 +521,8 @@ impl Inner {
         body
     }
 
-    /// The row was truncated: steps that are not committed count as far as its slots still reach.
+    /// The row was truncated: steps that are not committed count as far as its slots still reach, and what is sampled for
+    /// one follows what is left of it (a draft, of which only a part was accepted).
     fn clip(&mut self, row: usize) {
         let body = &self.rows[row].body;
         let mut left = body.slots - body.written;
@@ -538,10 +538,8 @@ impl Inner {
                 record.counts.resize(record.rows, 1);
             }
             let count = &mut record.counts[entry];
-            if *count & !CUT > left {
-                *count = left | CUT;
-            }
-            left -= *count & !CUT;
+            *count = (*count).min(left);
+            left -= *count;
         }
     }
 
@@ -936,7 +934,6 @@ impl Inner {
                 Some(&row) => row as usize,
             };
             let count = record.counts.get(entry).map_or(1, |&c| c);
-            let (count, cut) = (count & !CUT, count & CUT != 0);
             if count == 0 {
                 continue;
             }
@@ -945,7 +942,7 @@ impl Inner {
             written += u64::from(now - hot.written[row]);
             hot.written[row] = now;
             if now >= hot.known[row] {
-                self.learn(row, now, sampled.filter(|_| !cut).map_or(-1, |s| s[entry]));
+                self.learn(row, now, sampled.map_or(-1, |s| s[entry]));
             }
             let hot = &mut self.hot;
             if now >= hot.publish[row] && hot.known[row] >= hot.publish[row] {

@@ -71,7 +71,7 @@ struct Entry {
     sequence: u64,
     count: u32,
     sampled: i32,
-    /// Part of it was truncated away: what was sampled follows tokens that are gone.
+    /// All of it was truncated away: what was sampled follows tokens that are gone.
     cut: bool,
     write: u64,
 }
@@ -599,7 +599,7 @@ impl World {
         let entries = self.batches[at].outstanding.iter_mut().flat_map(|r| &mut r.entries);
         for entry in entries.filter(|e| e.sequence == id) {
             if entry.count > left {
-                (entry.count, entry.cut) = (left, true);
+                (entry.count, entry.cut) = (left, left == 0);
             }
             left -= entry.count;
         }
