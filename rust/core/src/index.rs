@@ -105,6 +105,15 @@ impl Wanted<'_> {
         is_still(pages, seen.page).then_some(seen)
     }
 
+    /// Whether a page that was found continues the wanted parent itself, and not a copy of it.
+    #[inline]
+    fn is_next(&self, pages: &Pages, seen: Seen) -> bool {
+        match (self.parent, pages.link(seen.page.id)) {
+            (Parent::Page { at, .. }, Link::Page(page)) => is_link_to(page, at),
+            _ => true,
+        }
+    }
+
     #[inline]
     fn continues(&self, pages: &Pages, link: Link) -> bool {
         match (self.parent, link) {
@@ -139,6 +148,13 @@ fn is_link_to(link: PageRef, page: PageRef) -> bool {
 #[inline]
 fn is_linked_life(linked: Generation, now: Generation) -> bool {
     (linked.0 ^ now.0) & LINKED == 0
+}
+
+/// The page that this one continues, if it still lives.
+pub(crate) fn page_before(pages: &Pages, id: PageId) -> Option<PageRef> {
+    let Link::Page(link) = pages.link(id) else { return None };
+    let generation = pages.read(link.id).generation();
+    is_linked_life(link.generation, generation).then_some(PageRef { id: link.id, generation })
 }
 
 /// The prefix of the page that a link names, if it still lives.
@@ -238,7 +254,7 @@ impl Index {
     }
 
     /// Find the wanted page. `take` makes it the caller's (takes the reference, say); when it answers `None`, another
-    /// page with the same content is tried.
+    /// page with the same content is tried. The one that continues the very page it has to comes before its copies.
     #[inline]
     pub(crate) fn lookup<R>(
         &self,
@@ -246,7 +262,21 @@ impl Index {
         wanted: &Wanted<'_>,
         mut take: impl FnMut(Seen) -> Option<R>,
     ) -> Option<R> {
-        self.find(wanted.key, |id| wanted.check(pages, id).and_then(&mut take))
+        let mut copy = None;
+        let exact = self.find(wanted.key, |id| {
+            let seen = wanted.check(pages, id)?;
+            if wanted.is_next(pages, seen) {
+                return take(seen);
+            }
+            copy = copy.or(Some(seen));
+            None
+        });
+        exact.or_else(|| match copy {
+            None => None,
+            Some(seen) => {
+                take(seen).or_else(|| self.find(wanted.key, |id| wanted.check(pages, id).and_then(&mut take)))
+            }
+        })
     }
 
     /// Fetch what looking up these keys (at most [`AHEAD`]) will read, all at once instead of one after the other.
@@ -279,7 +309,8 @@ impl Index {
         mut take: impl FnMut(Seen) -> Option<R>,
     ) -> Option<R> {
         let hint = hints.0[nth].checked_sub(1)?;
-        let first = wanted.check(pages, PageId(hint)).and_then(&mut take);
+        let first = wanted.check(pages, PageId(hint));
+        let first = first.filter(|&seen| wanted.is_next(pages, seen)).and_then(&mut take);
         first.or_else(|| self.lookup(pages, wanted, take))
     }
 

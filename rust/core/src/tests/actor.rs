@@ -19,6 +19,7 @@ use crate::{
     error::{Error, Refusal, Why},
     face::Pages,
     hash::CallerKey,
+    index::page_before,
     ledger::{Policy, ROOT},
     pins::PinId,
     pool::Pool,
@@ -733,6 +734,22 @@ impl World {
         }
     }
 
+    /// Whether a cached page is kept by a child that somebody holds. With one group there is none: who holds a page holds
+    /// what it continues. (Pages of another group may hang on a copy of the page that their holder has, and what is being copied is held
+    /// alone until the commit.)
+    fn is_something_kept(&self) -> bool {
+        let pages = &self.pool.pages;
+        let kept = (0..pages.len()).map(PageId).any(|id| {
+            let word = pages.read(id);
+            (word.is_held() || word.is_pinned())
+                && word.is_indexed()
+                && page_before(pages, id).is_some_and(|before| pages.read(before.id).is_cached())
+        });
+        let copying = self.batches.iter().flat_map(|b| &b.outstanding).any(|r| !r.sources.is_empty());
+        assert!(!kept || copying || self.spec.groups().len() > 1, "{:?}", self.live_pages());
+        kept
+    }
+
     /// For messages.
     fn live_pages(&self) -> Vec<String> {
         let pages = &self.pool.pages;
@@ -760,7 +777,7 @@ impl World {
             }
             match ledger.parent(level) {
                 Some(parent) => level = parent,
-                None => return self.every_frame_counts(),
+                None => return self.every_frame_counts() && !self.is_something_kept(),
             }
         }
     }
