@@ -29,12 +29,11 @@ use std::sync::{Arc, Weak};
 use crate::{
     batch::Shared as BatchShared,
     error::{Error, Refusal},
-    event::Event,
     evict::Protection,
     hash::{ChainKey, Context},
     index::Parent,
     ledger::ROOT,
-    life::Names,
+    life::{Names, News},
     pool::{Pool, Scratch},
     prefix::{Hit, Prompt, Range, scope_at},
     spec::GroupKind,
@@ -654,14 +653,13 @@ impl Body {
             let proven =
                 pool.orders.recall(scope, keys.iter().map(|&key| pool.hasher.index_key(key, first_group)));
             for (nth, &key) in keys.iter().enumerate() {
-                if !self.publish_page(pool, lane, key, nth < proven, &mut scratch.events) {
+                if !self.publish_page(pool, lane, key, nth < proven, &mut scratch.news) {
                     break;
                 }
             }
         }
         scratch.keys = keys;
-        pool.events.publish_all(&scratch.events);
-        scratch.events.clear();
+        pool.tell(lane, &mut scratch.news);
     }
 
     fn page(&self, page_tokens: u32, page: u32) -> &[u32] {
@@ -675,7 +673,7 @@ impl Body {
         lane: Lane,
         key: ChainKey,
         proven: bool,
-        events: &mut Vec<Event>,
+        news: &mut News,
     ) -> bool {
         let Some(parent) = self.parent else { return false };
         let page = self.published;
@@ -687,7 +685,7 @@ impl Body {
         let mut others = parent;
         if let Some(group) = anchor {
             let at = self.tables[group.as_usize()].pages[page as usize];
-            match pool.publish(lane, at, group, &names(group, parent), proven, events) {
+            match pool.publish(lane, at, group, &names(group, parent), proven, news) {
                 Some(seen) => (next, others) = (seen.as_parent(), seen.as_parent()),
                 None => {
                     self.parent = None;
@@ -701,7 +699,7 @@ impl Body {
             if Some(g) != anchor && !pool.is_state(g) && page >= table.start {
                 let at = table.pages[page as usize];
                 // What can't be listed costs later hits, nothing else.
-                let _ = pool.publish(lane, at, g, &names(g, others), proven, events);
+                let _ = pool.publish(lane, at, g, &names(g, others), proven, news);
                 self.protect(pool, at);
             }
         }
@@ -741,16 +739,16 @@ impl Body {
         };
         let tokens = &self.tokens[(self.written - page_tokens) as usize..self.written as usize];
         let mut kept = false;
-        let mut events = Vec::new();
+        let mut news = News::default();
         for g in (0..self.tables.len()).map(|g| GroupId(g as u8)).filter(|&g| pool.is_state(g)) {
             let Some(&page) = self.tables[g.as_usize()].pages.first() else { continue };
             if !pool.pages.read(page.id).is_indexed() {
                 let names = Names { key: pool.hasher.index_key(key, g), parent, tokens: Some(tokens) };
-                kept |= pool.publish(lane, page, g, &names, false, &mut events).is_some();
+                kept |= pool.publish(lane, page, g, &names, false, &mut news).is_some();
                 self.shared_tail = true;
             }
         }
-        pool.events.publish_all(&events);
+        pool.tell(lane, &mut news);
         kept
     }
 
