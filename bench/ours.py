@@ -26,6 +26,12 @@ def pool_with(pages: int, **options: object) -> kvalloc.Pool:
     return kvalloc.Pool(kvalloc.KVSpec.uniform(**GEOMETRY), device_bytes=(pages + 1) * PAGE_BYTES, **options)
 
 
+def in_service(pool: kvalloc.Pool, tenant: kvalloc.Tenant) -> None:
+    """Use every page once: a pool in service has touched its memory, and so have the objects on the other side."""
+    pages = pool.pages.allocate(tenant, pool.free // PAGE_BYTES)
+    pool.pages.release(pages)
+
+
 def tenant_of(pool: kvalloc.Pool) -> kvalloc.Tenant:
     """Make a tenant three levels down with a reserve and a limit, so that a charge has a tree to walk."""
     pool.tenant("org", limit=pool.capacity)
@@ -46,6 +52,7 @@ def decode(rows: int, steps: int, repeats: int) -> list[Result]:
     longest = 528 + (repeats + 1) * steps + PAGE
     pool = pool_with(sum(length + (repeats + 1) * steps for length in lengths) // PAGE + 2 * rows)
     tenant = tenant_of(pool)
+    in_service(pool, tenant)
     batch = pool.batch(max_sequences=rows, max_tokens=longest, max_step_tokens=sum(lengths))
     held = []
     for length, ids in zip(lengths, prompts(528, rows), strict=False):
@@ -87,6 +94,7 @@ def prompt(tokens: int, repeats: int) -> list[Result]:
     """A long prompt, nothing cached and everything cached: open, add, step; commit apart."""
     pool = pool_with(tokens // PAGE + 64)
     tenant = tenant_of(pool)
+    in_service(pool, tenant)
     batch = pool.batch(max_sequences=1, max_tokens=tokens + PAGE)
     fresh = prompts(tokens, 1)
     sampled = np.full(1, 7, dtype=np.int32)

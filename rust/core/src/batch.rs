@@ -284,9 +284,9 @@ impl Batch {
         inner.plan(*shape, counts, budget)?;
         let entered = pool.quiescence.enter(*member);
         inner.make_room(pool, *shape);
-        inner.write(pool, *shape);
+        let one_each = inner.write(pool, *shape);
         pool.quiescence.step(*member, entered);
-        inner.remember();
+        inner.remember(one_each);
         pool.stats.count(inner.lane, Counter::Steps, 1);
         Ok(seen(&inner.step))
     }
@@ -680,9 +680,17 @@ impl Inner {
         let Hot { slots, room, written, trim, .. } = &self.hot;
         self.tight.clear();
         let rows = self.step.counts.iter().zip(slots).zip(room).zip(written).zip(trim);
-        for (row, ((((&count, &slots), &room), &written), &trim)) in rows.enumerate() {
-            if (slots + count > room || written >= trim) && count > 0 {
-                self.tight.push(row as u32);
+        let is_tight = |((((&count, &slots), &room), &written), &trim): ((((&u32, &u32), &u32), &u32), &u32)| {
+            ((slots + count > room) | (written >= trim)) & (count > 0)
+        };
+        // A bit for each row, without a branch: about one row in a page is tight, and nothing could predict which.
+        let mut rows = rows.map(is_tight);
+        for first in (0..self.rows.len() as u32).step_by(64) {
+            let bits = rows.by_ref().take(64).zip(0..).fold(0, |bits, (tight, bit)| bits | u64::from(tight) << bit);
+            let mut left = bits;
+            while left != 0 {
+                self.tight.push(first + left.trailing_zeros());
+                left &= left - 1;
             }
         }
     }
@@ -838,14 +846,14 @@ impl Inner {
         Ok(())
     }
 
-    /// The arrays of this step.
-    fn write(&mut self, pool: &Pool, shape: Shape) {
+    /// The arrays of this step; whether each row got one token.
+    fn write(&mut self, pool: &Pool, shape: Shape) -> bool {
         let page_tokens = pool.spec.page_tokens();
         let rows = self.rows.len();
         let counts = &self.step.counts[..rows];
         let slots = &mut self.hot.slots[..rows];
-        let total: usize = counts.iter().map(|&c| c as usize).sum();
-        let one_each = total == rows && counts.iter().all(|&c| c == 1);
+        let one_each = counts.iter().fold(true, |all, &count| all & (count == 1));
+        let total = if one_each { rows } else { counts.iter().map(|&c| c as usize).sum() };
         for g in 0..self.hot.base.len() {
             if pool.is_state(GroupId(g as u8)) {
                 continue;
@@ -886,11 +894,18 @@ impl Inner {
             let starts = &mut arrays.query_start_loc[1..=rows];
             let lens = &mut arrays.seq_lens[..rows];
             let positions = &mut arrays.positions[..rows];
-            for (row, slot) in slots.iter_mut().enumerate() {
-                positions[row] = *slot as i32;
+            // One array at a time: each loop becomes a few vector instructions.
+            for (position, &slot) in positions.iter_mut().zip(&*slots) {
+                *position = slot as i32;
+            }
+            for slot in slots.iter_mut() {
                 *slot += 1;
-                lens[row] = *slot as i32;
-                starts[row] = row as i32 + 1;
+            }
+            for (len, &slot) in lens.iter_mut().zip(&*slots) {
+                *len = slot as i32;
+            }
+            for (start, row) in starts.iter_mut().zip(1..) {
+                *start = row;
             }
         } else {
             let mut at = 0;
@@ -909,14 +924,15 @@ impl Inner {
         self.shown = total;
         self.step.num_tokens = total as u32;
         self.step.num_rows = rows as u32;
+        one_each
     }
 
-    fn remember(&mut self) {
+    fn remember(&mut self, one_each: bool) {
         let mut record = self.spare.pop().unwrap_or_default();
         record.rows = self.rows.len();
         record.at.clear();
         record.counts.clear();
-        if self.step.num_tokens as usize != record.rows || self.step.counts.iter().any(|&c| c != 1) {
+        if !one_each {
             record.counts.extend_from_slice(&self.step.counts);
         }
         record.sources.clear();
