@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvalloc.engine.replay import Replay
+    from kvalloc.engine.rows import Queue
 
     from .traffic import Traffic
 
@@ -131,9 +132,7 @@ class LiveView:
         table.add_column(f"0 to {format_bytes(full)}", width=width, no_wrap=True)
         for name in ("held", "cached", "hits", "run", "wait"):
             table.add_column(name, justify="right", no_wrap=True)
-        if len(queues) > MOST_ROWS:
-            queues = sorted(queues, key=lambda q: -(q.tenant.held + q.tenant.cached))[:MOST_ROWS]
-        for queue in queues:
+        for queue in self._most_used(queues):
             tenant, counts = queue.tenant, run.counts(queue.name)
             parts = [
                 (tenant.held, "█", HELD),
@@ -143,7 +142,7 @@ class LiveView:
             ]
             hits = f"{counts.cached_tokens / counts.prompt_tokens:.0%}" if counts.prompt_tokens else ""
             table.add_row(
-                queue.name,
+                Text("  " * (len(queue.levels) - 2) + queue.name),
                 bar(width, full, parts, tenant.reserve, tenant.limit),
                 format_bytes(tenant.held),
                 format_bytes(tenant.cached),
@@ -152,6 +151,17 @@ class LiveView:
                 Text(str(len(queue.requests)), style="yellow" if queue.requests else ""),
             )
         return table
+
+    def _most_used(self, queues: list[Queue]) -> list[Queue]:
+        """Return those that use most and the nodes above them, as many as there is room for, as a tree."""
+        if len(queues) <= MOST_ROWS:
+            return queues
+        by_name, shown = {queue.name: queue for queue in queues}, set[str]()
+        for queue in sorted(queues, key=lambda q: -(q.tenant.held + q.tenant.cached)):
+            line = {name for name in queue.levels if name is not None and name in by_name}
+            if len(shown | line) <= MOST_ROWS:
+                shown |= line
+        return [queue for queue in queues if queue.name in shown]
 
     def _legend(self) -> Text:
         return Text.assemble(

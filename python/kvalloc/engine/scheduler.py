@@ -27,9 +27,10 @@ import heapq
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Protocol
 
-from kvalloc import AdmissionRefused, KvallocError
+from kvalloc import AdmissionRefused, KvallocError, OutOfPages
 
 from .clock import Clock, VirtualClock
+from .request import Cause
 from .rows import Queue, Rows, Running
 
 if TYPE_CHECKING:
@@ -145,9 +146,9 @@ class Engine:
         self._tell("arrived", request)
         queue, need = self.queues.get(request.tenant), len(request.prompt) + request.max_new
         if queue is None:
-            self._refuse(request, f"unknown tenant {request.tenant!r}")
+            self._refuse(request, Cause(f"unknown tenant {request.tenant!r}"))
         elif need > self.max_tokens:
-            self._refuse(request, f"never fits: {need:,} tokens, longest sequence {self.max_tokens:,}")
+            self._refuse(request, Cause("never fits", "longest sequence", need, self.max_tokens, "tokens"))
         else:
             if not queue.requests:
                 queue.served = max(queue.served, self._virtual)  # being away earns no credit
@@ -258,7 +259,7 @@ class Engine:
             if self._kept.get(level, queue) is not queue:
                 need = self.pool.spec.bytes_for(len(request.prompt) + request.max_new)
                 if tenant.held + tenant.pinned + tenant.promised + need > tenant.reserve:
-                    queue.waits_for = f"room is kept for {self._kept[level].name}"
+                    queue.waits_for = Cause("stuck", f"room that is kept for {self._kept[level].name}")
                     return None
         if request.ids is None:
             request.ids = request.prompt.tokens()
@@ -268,12 +269,12 @@ class Engine:
             )
         except AdmissionRefused as no:
             if no.verdict == "never":
-                self._refuse(request, f"never fits: {no}")
+                self._refuse(request, _cause("never fits", no))
             else:
-                queue.waits_for = str(no)
+                queue.waits_for = _cause("stuck", no)
                 self._kept.setdefault(no.level, queue)
         except KvallocError as error:
-            self._refuse(request, str(error))
+            self._refuse(request, Cause(str(error)))
         return None
 
     def _start(self, queue: Queue, request: Request, sequence: Sequence) -> Running:
@@ -284,7 +285,7 @@ class Engine:
         self._virtual = max(self._virtual, queue.served)
         queue.served += (prompt - request.cached + request.max_new) / queue.tenant.weight
         queue.running += 1
-        queue.waits_for = ""
+        queue.waits_for = None
         self._tell("admitted", request)
         return run
 
@@ -300,8 +301,8 @@ class Engine:
         self._wake()
         self._tell(event, request)
 
-    def _refuse(self, request: Request, why: str) -> None:
-        request.refused, request.ids, request.finished = why, None, self.clock.now()
+    def _refuse(self, request: Request, why: Cause) -> None:
+        request.cause, request.ids, request.finished = why, None, self.clock.now()
         self._tell("refused", request)
 
     def _wake(self) -> None:
@@ -320,7 +321,8 @@ class Engine:
         refused = {refusal.row: refusal for refusal in out.refused}
         run = max((self.rows.running[row] for row in refused), key=lambda run: run.request.admitted)
         no = refused[run.row]
-        run.request.refused = f"out of pages: {no.reason}, {no.needed_bytes:,} bytes more needed"
+        by = f"a limit above {run.queue.name}" if no.why == "limit" else "pool"
+        run.request.cause = Cause("out of pages", by, no.needed_bytes, no.room)
         self._retire(run, "refused")
 
     def _give_up(self) -> None:
@@ -328,10 +330,13 @@ class Engine:
         for queue in self.queues.values():
             queue.listed = False
             while queue.requests:
-                self._refuse(
-                    queue.requests.popleft(), f"stuck: {queue.waits_for or 'held outside this engine'}"
-                )
+                held = Cause("stuck", "what is held outside this engine")
+                self._refuse(queue.requests.popleft(), queue.waits_for or held)
         self.waiting = 0
         self._turns.clear()
         self._asleep.clear()
         self._kept.clear()
+
+
+def _cause(what: str, no: OutOfPages) -> Cause:
+    return Cause(what, "pool" if no.level is None else f"limit of {no.level}", no.asked, no.room)
