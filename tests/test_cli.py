@@ -241,7 +241,8 @@ def test_report_escapes_names_and_survives_an_empty_run():
         (("--device", "-1"), ""),
         (("--device", "nan"), ""),
         (("--device", "99999999999GiB"), ""),
-        (("--device", "1KiB"), ""),
+        (("--device", "1KiB"), "1024 bytes are too few"),
+        (("--device", "1500kB"), "1.43 MiB are too few"),
         (("--model", "no-such-model"), "no-such-model"),
         (("--model", "no-such.json"), "no-such.json: no such file"),
         (("--dtype", "float7"), "float7"),
@@ -292,6 +293,9 @@ def test_help_and_version(run):
     assert code == 0
     for option in ("--trace", "--tenants-file", "--report", "--step-time"):
         assert option in out
+    words = " ".join(out.replace("│", " ").split())
+    assert "[default: (24GiB for the built-in workload; 128GiB for a trace;" in words
+    assert "[default: (4; ServeGen: its 12 largest clients)]" in words
     assert run("--version")[1] == f"kvalloc {kvalloc.__version__}\n"
     assert run()[0] in (0, 2)
 
@@ -375,7 +379,7 @@ def test_the_summary_fits_the_terminal(run, monkeypatch, columns, tmp_path):
     assert [name[: len(name) - len(name.lstrip())] for name in names] == ["", "", "  ", "    "]
     assert [name.split()[0] for name in names] == ["night", "org", "team-of-long-names", "deep"]
     if columns == 80:
-        assert re.search(r"^bounds  night reserve \d\d.* MiB limit \d.* MiB,", out, re.MULTILINE)
+        assert re.search(r"^bounds  reserve \d\d.* MiB limit \d+ MiB each: night,", out, re.MULTILINE)
         for line in lines[6:]:  # numbers stay with their words
             assert line.startswith("        ") or line.split()[0] in LABELS
     else:

@@ -631,6 +631,14 @@ def test_refusals_tell_a_limit_from_the_pool():
     assert group["text"] == f"never fit: up to {pages[0]} needed, the limit of org allows {pages[1]}"
 
 
+def test_refusals_tell_the_reserves_of_others():
+    plans = [TenantPlan("org"), TenantPlan("a", "org"), TenantPlan("b", "org", reserve=30 * PAGE)]
+    run = Replay(small_spec(), 100 * PAGE, plans, max_tokens=4096)
+    result = run.run([ask(1, 80 * 16, 8)])
+    rows = {row["name"]: row for row in result["tenants"]}
+    assert rows["a"]["refused"] == {"never fits: pool beside others' reserves": 1}
+
+
 def test_speed_paces_the_run_by_the_clock_on_the_wall():
     run = Replay(small_spec(), 100 * PAGE, [TenantPlan("a", traffic=1.0)], max_tokens=4096)
     drawn = []

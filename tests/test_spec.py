@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import kvalloc
 from kvalloc import models
 from kvalloc.errors import InvalidArgument, KvallocError, SpecError
 from kvalloc.sizes import format_bytes, parse_bytes

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -18,7 +19,7 @@ from kvalloc import models as catalogue
 from kvalloc.engine.clock import StepTime
 from kvalloc.engine.replay import Replay
 from kvalloc.engine.tenants import TenantsError
-from kvalloc.sizes import format_bytes, parse_bytes
+from kvalloc.sizes import format_bytes, parse_bytes, spell_bytes
 
 from .summary import print_summary
 from .traffic import Traffic, choose
@@ -81,8 +82,8 @@ Model = Annotated[
     str,
     typer.Option("--model", "-m", metavar="NAME|FILE", help="Model of the catalogue, or a config.json."),
 ]
-PageTokens = Annotated[int, typer.Option("--page-tokens", min=1, help="Tokens a page.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="Type of K and V.")]
+PageTokens = Annotated[int, typer.Option("--page-tokens", metavar="N", min=1, help="Tokens a page.")]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="TYPE", help="Type of K and V.")]
 
 
 @app.command()
@@ -104,8 +105,8 @@ def replay(
             "--device",
             "-d",
             metavar="SIZE",
-            help="Device bytes. "
-            "[default: 24GiB for the built-in workload, 128GiB for a trace, 16GiB for ServeGen]",
+            help="Device bytes.",
+            show_default="24GiB for the built-in workload; 128GiB for a trace; 16GiB for ServeGen",
         ),
     ] = None,
     host: Annotated[str, typer.Option("--host", metavar="SIZE", help="Bytes of the host tier.")] = "0",
@@ -117,8 +118,8 @@ def replay(
             "--tenants",
             "-n",
             metavar="N",
-            help='Tenants to spread a trace over, below a node "org" unless N is 1. '
-            "[default: 4; ServeGen: its 12 largest clients]",
+            help='Tenants to spread a trace over, below a node "org" unless N is 1.',
+            show_default="4; ServeGen: its 12 largest clients",
         ),
     ] = None,
     tenants_file: Annotated[
@@ -134,9 +135,12 @@ def replay(
             metavar="NAME=NUMBER,...",
             help="Seconds a step (base), a prompt token (prefill), a decoding row (row); "
             "bytes read a second (bandwidth).",
+            show_default=",".join(f"{item.name}={item.default:g}" for item in fields(StepTime)),
         ),
     ] = "",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Decides everything that is drawn.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, help="Decides everything that is drawn.")
+    ] = 0,
     limit_requests: Annotated[
         int | None, typer.Option("--limit-requests", metavar="N", min=1, help="Only the first N requests.")
     ] = None,
@@ -145,33 +149,42 @@ def replay(
         typer.Option(
             "--limit-seconds",
             metavar="S",
-            help="Only what arrives in the first S seconds. "
-            "[default: all of a trace; 300 of the built-in workload, 600 of ServeGen]",
+            help="Only what arrives in the first S seconds.",
+            show_default="all of a trace; 300 of the built-in workload; 600 of ServeGen",
         ),
     ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
-            "--rate", metavar="R", help="Requests a second at the start, for ServeGen. [default: 10]"
+            "--rate",
+            metavar="R",
+            help="Requests a second at the start, for ServeGen.",
+            show_default="10",
         ),
     ] = None,
     digest_model: Annotated[
-        str | None, typer.Option("--digest-model", metavar="NAME", help="Whose clients, for ServeGen.")
+        str | None,
+        typer.Option(
+            "--digest-model", metavar="NAME", help="Whose clients, for ServeGen.", show_default="the first"
+        ),
     ] = None,
     speed: Annotated[
         float | None,
         typer.Option(
             "--speed",
             metavar="X",
-            help="At most X times as fast as real time, to watch it. [default: as fast as possible]",
+            help="At most X times as fast as real time, to watch it.",
+            show_default="as fast as possible",
         ),
     ] = None,
-    budget: Annotated[int, typer.Option("--budget", min=1, help="Most tokens in a step.")] = 8192,
+    budget: Annotated[
+        int, typer.Option("--budget", metavar="N", min=1, help="Most tokens in a step.")
+    ] = 8192,
     max_rows: Annotated[
-        int, typer.Option("--max-rows", min=1, help="Most sequences that run at once.")
+        int, typer.Option("--max-rows", metavar="N", min=1, help="Most sequences that run at once.")
     ] = 256,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=2, help="Longest sequence, prompt and reply.")
+        int, typer.Option("--max-tokens", metavar="N", min=2, help="Longest sequence, prompt and reply.")
     ] = 131_072,
     json_file: Annotated[
         Path | None,
@@ -203,13 +216,14 @@ def replay(
         fail(f"--speed {speed:g}: a number above 0 is needed")
     traffic = choose(trace, tenants, tenants_file, seed, limit_requests, limit_seconds, rate, digest_model)
     device_bytes, host_bytes = size_of("--device", device or traffic.device), size_of("--host", host)
+    spec, costs = spec_of(model, page_tokens, dtype), StepTime.parse(step_time)
     try:
         run = Replay(
-            spec_of(model, page_tokens, dtype),
+            spec,
             device_bytes,
             traffic.plans,
             host_bytes=host_bytes,
-            step_time=StepTime.parse(step_time),
+            step_time=costs,
             max_rows=max_rows,
             token_budget=budget,
             max_tokens=max_tokens,
@@ -217,6 +231,8 @@ def replay(
         )
     except TenantsError as error:
         fail(f"{tenants_file}: {error}" if tenants_file else str(error))
+    except kvalloc.KvallocError as error:
+        fail(spell_bytes(str(error)))
     settings = {
         "trace": str(trace) if trace else "built-in",
         "model": model,
@@ -226,6 +242,7 @@ def replay(
         "page_tokens": page_tokens,
         "step_time": {name: getattr(run.step_time, name) for name in ("base", "prefill", "row", "bandwidth")},
         "seed": seed,
+        "speed": speed,
         "limit_requests": limit_requests,
         "limit_seconds": limit_seconds,
         "budget": budget,
@@ -324,8 +341,8 @@ def size(
             "--step-tokens",
             metavar="N",
             min=1,
-            help="Most tokens that a step adds to a sequence: windows hold those too. "
-            "[default: a page, as admission reckons]",
+            help="Most tokens that a step adds to a sequence: windows hold those too.",
+            show_default="a page, as admission reckons",
         ),
     ] = None,
 ) -> None:
@@ -335,7 +352,10 @@ def size(
         size_of("--device", device),
         step_tokens or page_tokens,
     )
-    arena = spec.arena(room)
+    try:
+        arena = spec.arena(room)
+    except kvalloc.KvallocError as error:
+        fail(f"--device {device}: {spell_bytes(str(error))}")
     usable = arena.bytes - arena.reserved
     table = Table(box=None, pad_edge=False)
     for name in ("tokens", "most bytes a sequence", "sequences"):

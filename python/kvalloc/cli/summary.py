@@ -72,7 +72,7 @@ def print_summary(result: dict[str, Any], console: Console) -> None:
     console.print(_table(result, wide), highlight=False)
     lines = []
     if bounds and not wide:
-        lines.append(wrapped("bounds", map(_bounds, filter(_bounds, result["tenants"])), console.width))
+        lines.append(wrapped("bounds", _all_bounds(result), console.width))
     refused = (
         f"{row['name']}: {group['requests']:,} {group['text']}"
         for row in result["tenants"]
@@ -117,12 +117,21 @@ def _table(result: dict[str, Any], wide: bool) -> Table:
     return table
 
 
+def _all_bounds(result: dict[str, Any]) -> list[str]:
+    """Return who has which reserve and limit, said once if it is the same for all."""
+    bounds = {row["name"]: text for row in result["tenants"] if (text := _bounds(row))}
+    if len(bounds) > 1 and len(set(bounds.values())) == 1:
+        first, *others = bounds
+        return [f"{bounds[first]} each: {first}", *others]
+    return [f"{name} {text}" for name, text in bounds.items()]
+
+
 def _bounds(row: dict[str, Any]) -> str:
     """Return a tenant's reserve and limit, "" if it has none."""
     parts = [f"reserve {format_bytes(row['reserve'])}"] if row["reserve"] else []
     if row["limit"] is not None:
         parts.append(f"limit {format_bytes(row['limit'])}")
-    return f"{row['name']} {' '.join(parts)}" if parts else ""
+    return " ".join(parts)
 
 
 def _footer(result: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:

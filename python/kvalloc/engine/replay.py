@@ -116,7 +116,8 @@ class Replay:
             max_tokens=max_tokens,
             listener=self.meter.note,
         )
-        self.host_ns = 0
+        self.host_ns = 0  # since the run began
+        self.busy_ns = 0  # of it in steps
         self.interrupted = False
         self._step_ns: array[int] = array("q")
         self._core_ns: array[int] = array("q")
@@ -154,6 +155,7 @@ class Replay:
                 engine.steps > steps
             ):  # else nothing ran: everybody waits, or the next request is still to come
                 self._step_ns.append(time - last)
+                self.busy_ns += time - last
                 self._core_ns.append(engine.core_ns)
                 steps = engine.steps
             last = time

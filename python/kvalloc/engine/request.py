@@ -149,7 +149,8 @@ class Cause:
     what : str
         "never fits", "stuck", "out of pages", "unknown tenant", or what an error said.
     by : str
-        What is in the way: "pool", "limit of NAME", "longest sequence", or nothing.
+        What is in the way: "pool", "limit of NAME", either of them "beside others' reserves", "longest
+        sequence", or nothing.
     needed, room : int
         What it needs and what there is, or for "never fits" can ever be; 0 and 0: not known.
     unit : {"bytes", "tokens"}

@@ -269,13 +269,24 @@ class Engine:
             )
         except AdmissionRefused as no:
             if no.verdict == "never":
-                self._refuse(request, _cause("never fits", no))
+                self._refuse(request, self._cause("never fits", no, tenant))
             else:
-                queue.waits_for = _cause("stuck", no)
+                queue.waits_for = self._cause("stuck", no, tenant)
                 self._kept.setdefault(no.level, queue)
         except KvallocError as error:
             self._refuse(request, Cause(str(error)))
         return None
+
+    def _cause(self, what: str, no: OutOfPages, tenant: Tenant) -> Cause:
+        """Say what is in the way: a limit or the pool, by itself or with what others have reserved."""
+        level: Tenant | None = tenant
+        while level is not None and level.name != no.level:
+            level = level.parent
+        limit = None if level is None else level.limit
+        by, bound = ("pool", self.pool.capacity) if limit is None else (f"limit of {no.level}", limit)
+        if what == "never fits" and no.room < bound:
+            by += " beside others' reserves"
+        return Cause(what, by, no.asked, no.room)
 
     def _start(self, queue: Queue, request: Request, sequence: Sequence) -> Running:
         prompt = len(request.prompt)
@@ -336,7 +347,3 @@ class Engine:
         self._turns.clear()
         self._asleep.clear()
         self._kept.clear()
-
-
-def _cause(what: str, no: OutOfPages) -> Cause:
-    return Cause(what, "pool" if no.level is None else f"limit of {no.level}", no.asked, no.room)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import KvallocError
-from kvalloc.sizes import format_bytes, parse_bytes
+from kvalloc.sizes import format_bytes, parse_bytes, spell_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -50,7 +50,6 @@ __all__ = [
 ]
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
-_BYTES = re.compile(r"(?<![\w.-])(\d{5,})\b(?: bytes)?(?!-)")
 
 
 class TenantsError(ValueError):
@@ -239,9 +238,10 @@ def create(pool: Pool, plans: list[TenantPlan]) -> dict[str, Tenant]:
             made[plan.name] = pool.tenant(plan.name, **policy)
         except KvallocError as error:
             asked = [f"{key} = {value!r}" for key in ("reserve", "limit") if (value := getattr(plan, key))]
-            why = _BYTES.sub(lambda number: format_bytes(int(number[1])), str(error))
             pool_size = f"{format_bytes(pool.capacity)} of device"
-            raise TenantsError(f"tenants.{plan.name} ({', '.join([*asked, pool_size])}): {why}") from None
+            raise TenantsError(
+                f"tenants.{plan.name} ({', '.join([*asked, pool_size])}): {spell_bytes(str(error))}"
+            ) from None
     return made
 
 
