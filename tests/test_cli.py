@@ -364,9 +364,9 @@ def test_the_summary_fits_the_terminal(run, monkeypatch, columns, tmp_path):
             f'[tenants.{name}]\n{more}reserve = "2%"\nlimit = "50%"\n'
             for name, more in (
                 ("night", ""),
-                ("team-of-long-names", 'parent = "org"\n'),
+                ("team-of-rather-long-names", 'parent = "org"\n'),
                 ("org", ""),
-                ("deep", 'parent = "team-of-long-names"\n'),
+                ("deep", 'parent = "team-of-rather-long-names"\n'),
             )
         )
     )
@@ -377,7 +377,8 @@ def test_the_summary_fits_the_terminal(run, monkeypatch, columns, tmp_path):
     assert max(map(len, lines)) <= columns
     names = [line.partition("-" * 9)[0][:24].rstrip() for line in lines[2:6]]
     assert [name[: len(name) - len(name.lstrip())] for name in names] == ["", "", "  ", "    "]
-    assert [name.split()[0] for name in names] == ["night", "org", "team-of-long-names", "deep"]
+    assert [name.split()[0][:16] for name in names] == ["night", "org", "team-of-rather-l", "deep"]
+    assert "…" not in re.sub(r"^ *team-of-rather-l\S*…", "", out, flags=re.MULTILINE)  # no number is cut
     if columns == 80:
         assert re.search(r"^bounds  reserve \d\d.* MiB limit \d+ MiB each: night,", out, re.MULTILINE)
         for line in lines[6:]:  # numbers stay with their words

@@ -135,7 +135,7 @@ def replay(
             metavar="NAME=NUMBER,...",
             help="Seconds a step (base), a prompt token (prefill), a decoding row (row); "
             "bytes read a second (bandwidth).",
-            show_default=",".join(f"{item.name}={item.default:g}" for item in fields(StepTime)),
+            show_default=", ".join(f"{item.name}={item.default:g}" for item in fields(StepTime)),
         ),
     ] = "",
     seed: Annotated[

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from kvalloc.sizes import format_bytes
 
@@ -69,7 +69,7 @@ def print_summary(result: dict[str, Any], console: Console) -> None:
     console.print(title, style="bold", highlight=False, markup=False)
     bounds = any(row["reserve"] or row["limit"] is not None for row in result["tenants"])
     wide = bounds and console.width >= WIDE
-    console.print(_table(result, wide), highlight=False)
+    console.print(_table(result, wide, console.width), highlight=False)
     lines = []
     if bounds and not wide:
         lines.append(wrapped("bounds", _all_bounds(result), console.width))
@@ -86,16 +86,15 @@ def print_summary(result: dict[str, Any], console: Console) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _table(result: dict[str, Any], wide: bool) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("tenant", no_wrap=True, overflow="ellipsis")
-    columns = ("requests", "prompt", "reply", "hits", "wait P50", "P99", "refused", "waste")
-    for name in (*columns, "reserve", "limit") if wide else columns:
-        table.add_column(name, justify="right", no_wrap=True)
+def _table(result: dict[str, Any], wide: bool, width: int) -> Table:
+    columns = ["requests", "prompt", "reply", "hits", "wait P50", "P99", "refused", "waste"]
+    bare = len(columns)
+    columns += ["reserve", "limit"] if wide else []
     parents = {row["parent"] for row in result["tenants"]}
+    lines = []
     for row in result["tenants"]:
         if not row["requests"] and row["name"] in parents:
-            cells = [""] * len(columns)
+            cells = [""] * bare
         else:
             refused = sum(row["refused"].values())
             served = row["requests"] > refused
@@ -106,14 +105,26 @@ def _table(result: dict[str, Any], wide: bool) -> Table:
                 f"{row['hit_rate']:.1%}" if served else "-",
                 seconds(row["wait_s"]["p50"]) if served else "-",
                 seconds(row["wait_s"]["p99"]) if served else "-",
-                f"[red]{refused:,}[/]" if refused else "0",
+                f"{refused:,}",
                 f"{row['waste']:.2%}" if served else "-",
             ]
         limit = row["limit"]
         if wide:
             cells.append(format_bytes(row["reserve"]) if row["reserve"] else "")
             cells.append("" if limit is None else format_bytes(limit))
-        table.add_row(escape("  " * row["depth"] + row["name"]), *cells)
+        lines.append(("  " * row["depth"] + row["name"], cells))
+    # A long name gives way, not the numbers.
+    numbers = sum(
+        1 + max(len(name), *(len(cells[i]) for _, cells in lines)) for i, name in enumerate(columns)
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("tenant", no_wrap=True, overflow="ellipsis", max_width=max(8, width - numbers))
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    at = columns.index("refused")
+    for name, cells in lines:
+        texts = [Text(cell, style="red" if i == at and cell != "0" else "") for i, cell in enumerate(cells)]
+        table.add_row(Text(name), *texts)
     return table
 
 
