@@ -32,6 +32,9 @@ use crate::{
     word::{FrameId, GroupId, Lane, PageRef, Tier},
 };
 
+/// Tokens of a draft that can be taken back after their commit, whatever has left a window by then.
+pub const LONGEST_DRAFT: u32 = 64;
+
 /// Steps that may wait for their commit.
 pub const MAX_OUTSTANDING: usize = 8;
 
@@ -110,6 +113,7 @@ struct Record {
     sources: Vec<PageRef>,
 }
 
+/// The row of an entry whose sequence has left.
 const GONE: u32 = u32::MAX;
 
 /// The state of a batch.
@@ -310,7 +314,7 @@ impl Batch {
     /// # Errors
     /// Busy; no step waits; as many tokens as rows. Then nothing was done.
     pub fn commit(&self, sampled: Option<&[i32]>) -> Result<(), Error> {
-        let Shared { pool, member, .. } = &*self.shared;
+        let Shared { pool, shape, member, .. } = &*self.shared;
         let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
         let Some(record) = inner.outstanding.front() else {
             return Err(Error::Argument("no step waits for a commit; call step first".into()));
@@ -325,7 +329,7 @@ impl Batch {
             )));
         }
         let _op = pool.enter(inner.lane);
-        inner.commit(pool, sampled);
+        inner.commit(pool, *shape, sampled);
         if inner.outstanding.is_empty() {
             pool.quiescence.quiesce(*member);
         }
@@ -398,6 +402,21 @@ impl Batch {
     }
 }
 
+#[cfg(test)]
+impl Batch {
+    /// What stands in the arrays: block table and slot mapping of each group; lengths, starts and positions.
+    pub(crate) fn shown(&self) -> (Vec<(Vec<i32>, Vec<i64>)>, [Vec<i32>; 3]) {
+        let inner = &mut *try_lock(&self.shared.inner, "the batch").expect("nobody uses it");
+        let group = |g| {
+            let shown = inner.arrays.group(g);
+            (shown.block_table.to_vec(), shown.slot_mapping.to_vec())
+        };
+        let groups = (0..self.shared.pool.groups.len()).map(group).collect();
+        let rows = inner.arrays.rows();
+        (groups, [rows.seq_lens.to_vec(), rows.query_start_loc.to_vec(), rows.positions.to_vec()])
+    }
+}
+
 impl Shared {
     /// Work on the body of a sequence that stands here.
     pub(crate) fn visit<R>(
@@ -409,10 +428,11 @@ impl Shared {
         let _op = self.pool.enter(inner.lane);
         let row = inner.find(sequence)?;
         inner.sync_out(row);
-        let awaited = inner.hot.slots[row] - inner.hot.written[row];
         let answer = f(&mut inner.rows[row].body, &mut inner.scratch);
+        if inner.rows[row].body.slots < inner.hot.slots[row] {
+            inner.clip(row);
+        }
         inner.sync_in(&self.pool, self.shape, row);
-        inner.forget(row, awaited.saturating_sub(inner.hot.slots[row] - inner.hot.written[row]));
         Ok(answer)
     }
 
@@ -467,8 +487,7 @@ impl Inner {
         self.sync_out(row);
         let last = self.rows.len() - 1;
         let mut body = self.rows.swap_remove(row).body;
-        body.slots = body.written;
-        body.shrink_to(pool, self.lane, body.slots, &mut self.scratch);
+        body.forget_steps(pool, self.lane, &mut self.scratch);
         self.hot.each(|v| {
             v.swap_remove(row);
         });
@@ -502,23 +521,25 @@ impl Inner {
         body
     }
 
-    /// The last `tokens` tokens that a row awaits a commit for were taken back: the newest steps did not do them.
-    fn forget(&mut self, row: usize, mut tokens: u32) {
-        for record in self.outstanding.iter_mut().rev() {
-            if tokens == 0 {
-                break;
-            }
+    /// The row was truncated: steps that are not committed count as far as its slots still reach, and what is sampled for
+    /// one follows what is left of it (a draft, of which only a part was accepted).
+    fn clip(&mut self, row: usize) {
+        let body = &self.rows[row].body;
+        let mut left = body.slots - body.written;
+        for record in &mut self.outstanding {
             let entry = match record.at.is_empty() {
-                true => Some(row).filter(|&row| row < record.rows),
-                false => record.at.iter().position(|&at| at == row as u32),
+                true => row,
+                false => record.at.iter().position(|&at| at == row as u32).unwrap_or(record.rows),
             };
-            let Some(entry) = entry else { continue };
+            if entry >= record.rows {
+                continue;
+            }
             if record.counts.is_empty() {
                 record.counts.resize(record.rows, 1);
             }
-            let taken = record.counts[entry].min(tokens);
-            record.counts[entry] -= taken;
-            tokens -= taken;
+            let count = &mut record.counts[entry];
+            *count = (*count).min(left);
+            left -= *count;
         }
     }
 
@@ -550,14 +571,14 @@ impl Inner {
             }
             shown[end..].fill(0);
         }
-        self.settle(pool, row);
+        self.settle(pool, shape, row);
     }
 
     /// What the row's pages hold, and where the last one is.
-    fn settle(&mut self, pool: &Pool, row: usize) {
+    fn settle(&mut self, pool: &Pool, shape: Shape, row: usize) {
         let page_tokens = pool.spec.page_tokens();
         let body = &self.rows[row].body;
-        let mut room = u32::MAX;
+        let mut room = shape.tokens;
         for (g, (table, base)) in body.tables.iter().zip(&mut self.hot.base).enumerate() {
             if pool.is_state(GroupId(g as u8)) {
                 if table.pages.is_empty() {
@@ -702,7 +723,7 @@ impl Inner {
             let pages = &mut body.tables[0].pages;
             table[row * shape.pages + pages.len()] = frame.0 as i32;
             hot.base[0][row] = (i64::from(frame.0) - pages.len() as i64) * i64::from(page_tokens);
-            hot.room[row] = slots + page_tokens;
+            hot.room[row] = (slots + page_tokens).min(shape.tokens);
             pages.push(page);
         }
         pool.stats.count(self.lane, Counter::PagesAllocated, (claimed - self.scratch.ids.len()) as u64);
@@ -723,7 +744,7 @@ impl Inner {
         }
         let mut count = count.min(shape.tokens - slots);
         if self.hot.written[row] >= self.hot.trim[row] {
-            self.trim_row(pool, shape, row);
+            self.trim_row(pool, shape, row, self.hot.written[row]);
         }
         if self.rows[row].body.shared_tail {
             self.unshare_tail(pool, shape, row)?;
@@ -738,7 +759,7 @@ impl Inner {
                     let pages = (slots + count).div_ceil(page_tokens) - first_new;
                     let fewer = (first_new + pages / 2) * page_tokens;
                     if pages == 0 || fewer <= slots {
-                        self.settle(pool, row);
+                        self.settle(pool, shape, row);
                         return Err(refusal);
                     }
                     count = fewer - slots;
@@ -746,7 +767,7 @@ impl Inner {
             }
         }
         self.show_new(pool, shape, row, first_new as usize);
-        self.settle(pool, row);
+        self.settle(pool, shape, row);
         Ok(count)
     }
 
@@ -761,9 +782,9 @@ impl Inner {
         }
     }
 
-    fn trim_row(&mut self, pool: &Pool, shape: Shape, row: usize) {
+    fn trim_row(&mut self, pool: &Pool, shape: Shape, row: usize, next: u32) {
         let body = &mut self.rows[row].body;
-        body.trim(pool, self.lane, &mut self.scratch);
+        body.trim(pool, self.lane, next, &mut self.scratch);
         for (g, table) in body.tables.iter().enumerate() {
             let start = (table.start as usize).min(shape.pages);
             self.arrays.group(g).block_table[row * shape.pages..][..start].fill(0);
@@ -788,7 +809,8 @@ impl Inner {
             // A snapshot of a fixed state stays findable while there is room for a copy; admission counted the copy of one
             // that was hit, and none of those that are kept on the way.
             let snapshot = pool.is_state(group) && pool.pages.read(page.id).is_indexed();
-            if !snapshot && pool.make_private(page, group) {
+            if !snapshot && let Some(private) = pool.make_private(page, group) {
+                body.tables[g].pages[at] = private;
                 continue;
             }
             let counted = !snapshot || slots == body.cached;
@@ -799,7 +821,8 @@ impl Inner {
             if let Err(refusal) =
                 pool.take(self.lane, tenant, group, 1, promise, &mut copy, &mut self.scratch)
             {
-                if snapshot && pool.make_private(page, group) {
+                if snapshot && let Some(private) = pool.make_private(page, group) {
+                    body.tables[g].pages[at] = private;
                     continue;
                 }
                 return Err(refusal);
@@ -901,7 +924,7 @@ impl Inner {
         self.outstanding.push_back(record);
     }
 
-    fn commit(&mut self, pool: &Pool, sampled: Option<&[i32]>) {
+    fn commit(&mut self, pool: &Pool, shape: Shape, sampled: Option<&[i32]>) {
         let Some(mut record) = self.outstanding.pop_front() else { return };
         let mut written = 0;
         for entry in 0..record.rows {
@@ -929,6 +952,11 @@ impl Inner {
                 body.count_hits(pool, self.lane);
                 body.publish(pool, self.lane, &mut self.scratch);
                 hot.publish[row] = body.next_publish(pool.spec.page_tokens());
+            }
+            // A little late, so that a draft that is rejected now can still be taken back; the next step does the rest.
+            if now >= self.hot.trim[row].saturating_add(LONGEST_DRAFT) {
+                self.sync_out(row);
+                self.trim_row(pool, shape, row, now - LONGEST_DRAFT);
             }
         }
         if !record.sources.is_empty() {

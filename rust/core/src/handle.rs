@@ -103,6 +103,14 @@ impl Sequence {
     /// Busy, closed; too many; slots were given out for tokens nobody knows.
     pub fn extend(&self, tokens: &[u32]) -> Result<(), Error> {
         self.visit(|_, body, _| {
+            if body.slots > body.known() && !tokens.is_empty() {
+                return Err(Error::Argument(format!(
+                    "the sequence has {} tokens and slots for {}, which steps that are not committed have written: \
+                     what stands there is known after the commit",
+                    body.known(),
+                    body.slots
+                )));
+            }
             let total = body.tokens.len() + tokens.len();
             if total > crate::sequence::MAX_TOKENS as usize {
                 return Err(Error::Argument(format!(

@@ -105,6 +105,15 @@ impl Wanted<'_> {
         is_still(pages, seen.page).then_some(seen)
     }
 
+    /// Whether a page that was found continues the wanted parent itself, and not a copy of it.
+    #[inline]
+    fn is_next(&self, pages: &Pages, seen: Seen) -> bool {
+        match (self.parent, pages.link(seen.page.id)) {
+            (Parent::Page { at, .. }, Link::Page(page)) => is_link_to(page, at),
+            _ => true,
+        }
+    }
+
     #[inline]
     fn continues(&self, pages: &Pages, link: Link) -> bool {
         match (self.parent, link) {
@@ -141,6 +150,13 @@ fn is_linked_life(linked: Generation, now: Generation) -> bool {
     (linked.0 ^ now.0) & LINKED == 0
 }
 
+/// The page that this one continues, if it still lives.
+pub(crate) fn page_before(pages: &Pages, id: PageId) -> Option<PageRef> {
+    let Link::Page(link) = pages.link(id) else { return None };
+    let generation = pages.read(link.id).generation();
+    is_linked_life(link.generation, generation).then_some(PageRef { id: link.id, generation })
+}
+
 /// The prefix of the page that a link names, if it still lives.
 fn current_prefix(pages: &Pages, link: PageRef) -> Option<u64> {
     let lives = || {
@@ -166,6 +182,10 @@ pub(crate) struct Index {
     id_bits: u32,
     refused: AtomicU64,
 }
+
+/// A bucket of the table.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bucket(usize);
 
 /// Where a key may stand, and how its entries look.
 #[derive(Clone, Copy)]
@@ -238,7 +258,7 @@ impl Index {
     }
 
     /// Find the wanted page. `take` makes it the caller's (takes the reference, say); when it answers `None`, another
-    /// page with the same content is tried.
+    /// page with the same content is tried. The one that continues the very page it has to comes before its copies.
     #[inline]
     pub(crate) fn lookup<R>(
         &self,
@@ -246,7 +266,21 @@ impl Index {
         wanted: &Wanted<'_>,
         mut take: impl FnMut(Seen) -> Option<R>,
     ) -> Option<R> {
-        self.find(wanted.key, |id| wanted.check(pages, id).and_then(&mut take))
+        let mut copy = None;
+        let exact = self.find(wanted.key, |id| {
+            let seen = wanted.check(pages, id)?;
+            if wanted.is_next(pages, seen) {
+                return take(seen);
+            }
+            copy = copy.or(Some(seen));
+            None
+        });
+        exact.or_else(|| match copy {
+            None => None,
+            Some(seen) => {
+                take(seen).or_else(|| self.find(wanted.key, |id| wanted.check(pages, id).and_then(&mut take)))
+            }
+        })
     }
 
     /// Fetch what looking up these keys (at most [`AHEAD`]) will read, all at once instead of one after the other.
@@ -279,8 +313,39 @@ impl Index {
         mut take: impl FnMut(Seen) -> Option<R>,
     ) -> Option<R> {
         let hint = hints.0[nth].checked_sub(1)?;
-        let first = wanted.check(pages, PageId(hint)).and_then(&mut take);
+        let first = wanted.check(pages, PageId(hint));
+        let first = first.filter(|&seen| wanted.is_next(pages, seen)).and_then(&mut take);
         first.or_else(|| self.lookup(pages, wanted, take))
+    }
+
+    /// [`Self::lookup`] by somebody who is about to insert a page with the same names: also the bucket to insert it into.
+    /// One pass over both buckets does for both.
+    pub(crate) fn lookup_to_insert(&self, pages: &Pages, wanted: &Wanted<'_>) -> (Option<Seen>, Bucket) {
+        let place = self.place(wanted.key);
+        let both = u64::from(place.tag) << 32 | u64::from(place.tag);
+        let mut seen = None;
+        let [first, second] = place.buckets.map(|start| {
+            let mut free = 0;
+            for word in self.bucket(start) {
+                let word = word.get();
+                let (low, high) = (word as u32, (word >> 32) as u32);
+                free += usize::from(low == 0) + usize::from(high == 0);
+                let diff = word ^ both;
+                for entry in [diff as u32, (diff >> 32) as u32] {
+                    if entry >> self.id_bits == 0 && seen.is_none() {
+                        seen = wanted.check(pages, PageId(entry.wrapping_sub(1)));
+                    }
+                }
+            }
+            free
+        });
+        (seen, Bucket(place.buckets[usize::from(second > first)]))
+    }
+
+    /// List page `id` under `key`, in this bucket if there is still room; `false`: there is none in either.
+    pub(crate) fn insert_into_bucket(&self, key: u64, id: PageId, Bucket(start): Bucket) -> bool {
+        let place = self.place(key);
+        self.insert_into(start, place.tag | (id.0 + 1)) || self.insert(key, id)
     }
 
     /// List page `id` under `key`; `false`: there is no room.

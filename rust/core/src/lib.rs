@@ -42,9 +42,9 @@ pub mod pins;
 pub mod pool;
 mod prefix;
 pub mod sequence;
-#[cfg(test)]
-mod smoke;
 pub mod spec;
 pub mod stats;
 mod sync;
+#[cfg(all(test, not(kvalloc_loom)))]
+mod tests;
 pub mod word;

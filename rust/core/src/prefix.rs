@@ -12,7 +12,7 @@
 
 use crate::{
     hash::ChainKey,
-    index::{AHEAD, Parent, Seen, Wanted},
+    index::{AHEAD, Parent, Seen, Wanted, page_before},
     pool::{Pool, Scratch},
     spec::GroupKind,
     word::{GroupId, Lane, PageRef, TenantId},
@@ -223,6 +223,7 @@ impl Pool {
                     Some(seen) => {
                         chain.seen.push(seen);
                         found.push(seen.page);
+                        self.follow_back(lane, chain, start as usize, &mut found);
                     }
                     None => break,
                 }
@@ -246,6 +247,28 @@ impl Pool {
             }
             chain.keys.truncate(end as usize + 1);
             return;
+        }
+    }
+
+    /// The last page of the chain may continue a copy of the page before it: then the chain goes over the copy. So whoever
+    /// holds a page holds what it continues, and nothing that is cached is kept there by what is held.
+    fn follow_back(&self, lane: Lane, chain: &mut Chain, start: usize, found: &mut [PageRef]) {
+        let mut last = chain.seen.len() - 1;
+        while last > 0
+            && let Some(before) = page_before(&self.pages, chain.seen[last].page.id)
+            && before != chain.seen[last - 1].page
+        {
+            last -= 1;
+            let copy = std::mem::replace(&mut chain.seen[last].page, before);
+            if last >= start {
+                found[last - start] = before;
+            } else if self.hold(lane, &[before]).0 == 1 {
+                self.let_go(lane, &[copy], &mut Scratch::default());
+            } else {
+                // It is going, or may not be held: the copy is as good.
+                chain.seen[last].page = copy;
+                return;
+            }
         }
     }
 

@@ -29,12 +29,11 @@ use std::sync::{Arc, Weak};
 use crate::{
     batch::Shared as BatchShared,
     error::{Error, Refusal},
-    event::Event,
     evict::Protection,
     hash::{ChainKey, Context},
     index::Parent,
     ledger::ROOT,
-    life::Names,
+    life::{Names, News},
     pool::{Pool, Scratch},
     prefix::{Hit, Prompt, Range, scope_at},
     spec::GroupKind,
@@ -104,8 +103,8 @@ pub(crate) struct Body {
     /// Parts of the prompt that were to be shared and are the sequence's own: scope, tokens.
     fallbacks: Vec<(TenantId, u32)>,
     pub(crate) promises: Vec<(TenantId, u32)>,
-    /// The most the tenant's own promise may be filled up to again when a window moves on.
-    promised: u32,
+    /// What the promises may be filled up to again when pages go back.
+    promised: Vec<(TenantId, u32)>,
     pub(crate) shared_tail: bool,
     /// The most tokens it was admitted for; 0: no bound of its own.
     pub(crate) admitted: u32,
@@ -186,12 +185,7 @@ impl Pool {
             self.check_ever(tenant, &[(payer, self.need(total))])?;
         }
         let mut scratch = Scratch::default();
-        let root = self.hasher.root(&Context {
-            adapter: open.adapter,
-            adapter_generation: open.adapter_generation,
-            extra_key: open.extra_key,
-            weights: self.weights_epoch_now(),
-        });
+        let root = self.root(&open);
         let prompt = Prompt { tenant, tokens: &open.tokens, root };
         let asked = ranges.clone();
         let hit = self.find_prefix(lane, &prompt, &mut ranges, &mut scratch);
@@ -220,7 +214,31 @@ impl Pool {
         if level == 0 { Protection::default() } else { Protection::new(level, until) }
     }
 
-    fn ranges(&self, tenant: TenantId, open: &Open<'_>) -> Result<Vec<Range>, Error> {
+    /// How many more pages (of every group together) may be charged to `scope` for `tenant`.
+    fn may_charge(&self, tenant: TenantId, scope: TenantId) -> u32 {
+        match self.ledger.may_publish(tenant, scope) {
+            None => 0,
+            Some(None) => u32::MAX,
+            Some(Some(most)) => {
+                let usage = self.ledger.usage(Tier::Device, scope);
+                let used = usage.held.0 + usage.cached.0 + usage.pinned.0 + usage.promised.0;
+                let page: u32 = self.groups.iter().map(|g| g.units).sum();
+                most.0.saturating_sub(used) / page.max(1)
+            }
+        }
+    }
+
+    /// What comes before a sequence's first page.
+    pub(crate) fn root(&self, open: &Open<'_>) -> ChainKey {
+        self.hasher.root(&Context {
+            adapter: open.adapter,
+            adapter_generation: open.adapter_generation,
+            extra_key: open.extra_key,
+            weights: self.weights_epoch_now(),
+        })
+    }
+
+    pub(crate) fn ranges(&self, tenant: TenantId, open: &Open<'_>) -> Result<Vec<Range>, Error> {
         let mut end = 0u32;
         let mut ranges = Vec::with_capacity(open.share.len());
         for &(scope, tokens) in open.share {
@@ -228,8 +246,8 @@ impl Pool {
             if !self.ledger.is_under(tenant, scope) {
                 return Err(Error::Tenant(format!(
                     "a prompt of {:?} can be shared under {:?} only if that is the tenant itself or a level above it",
-                    self.ledger.name(tenant),
-                    self.ledger.name(scope)
+                    self.ledger.name(tenant).unwrap_or_default(),
+                    self.ledger.name(scope).unwrap_or_default()
                 )));
             }
             end = end.saturating_add(tokens).min(open.tokens.len() as u32);
@@ -249,12 +267,8 @@ impl Pool {
         let mut at = 0;
         while at < ranges.len() {
             let range = ranges[at];
-            let over = || {
-                let Some(Some(most)) = self.ledger.may_publish(tenant, range.scope) else { return false };
-                let pages = (range.end / page_tokens).saturating_sub(hit.pages);
-                let need = u64::from(pages) * self.groups.iter().map(|g| u64::from(g.units)).sum::<u64>();
-                u64::from(self.ledger.usage(Tier::Device, range.scope).charged.0) + need > u64::from(most.0)
-            };
+            let over =
+                || (range.end / page_tokens).saturating_sub(hit.pages) > self.may_charge(tenant, range.scope);
             if range.scope != tenant && range.end > end && (!range.may_publish || over()) {
                 let own = Range { end: range.end, scope: tenant, may_publish: true };
                 let start = if at == 0 { 0 } else { ranges[at - 1].end };
@@ -292,6 +306,7 @@ fn fallbacks(asked: &[Range], got: &[Range], tenant: TenantId) -> Vec<(TenantId,
 }
 
 impl Body {
+    #[expect(clippy::too_many_arguments, reason = "all that a sequence begins with")]
     fn new(
         tenant: TenantId,
         lane: Lane,
@@ -334,7 +349,7 @@ impl Body {
             ranges,
             fallbacks: Vec::new(),
             promises: Vec::new(),
-            promised: 0,
+            promised: Vec::new(),
             // A snapshot that was hit is copied before the state is written on.
             shared_tail: state_hit,
             admitted: 0,
@@ -391,11 +406,20 @@ impl Body {
                     self.add_promise(payer, run.saturating_mul(info.units));
                     page += run;
                 }
+            } else if pool.is_state(group) {
+                // A hit is a snapshot, which is copied into a page of the sequence's own.
+                let payer = if have > 0 { self.tenant } else { self.payer(page_tokens, 0) };
+                self.add_promise(payer, info.units);
             } else {
-                // A hit on a fixed state is a snapshot, which is copied into a page of the sequence's own.
-                let have = if pool.is_state(group) { 0 } else { have };
-                let peak = pool.spec.peak_pages(group, total, page_tokens);
-                self.add_promise(self.tenant, peak.saturating_sub(have).saturating_mul(info.units));
+                let most = pool.spec.peak_pages(group, total, page_tokens).saturating_sub(have);
+                let mut page = self.tables[g].pages.len() as u32;
+                let end = total.div_ceil(page_tokens);
+                while page < end {
+                    let payer = self.payer(page_tokens, page);
+                    let run = (page..end).take_while(|&p| self.payer(page_tokens, p) == payer).count() as u32;
+                    self.add_promise(payer, run.min(most).saturating_mul(info.units));
+                    page += run;
+                }
             }
         }
         let promises = std::mem::take(&mut self.promises);
@@ -415,7 +439,7 @@ impl Body {
             pool.promise(self.lane, payer, units)?;
             self.promises.push((payer, units));
         }
-        self.promised = self.promise_of(self.tenant).map_or(0, |p| *p);
+        self.promised.clone_from(&self.promises);
         Ok(())
     }
 
@@ -458,17 +482,32 @@ impl Body {
     ) -> Result<(), Refusal> {
         let page_tokens = pool.spec.page_tokens();
         let end = slots.div_ceil(page_tokens);
+        // The group that is looked at first decides who pays for a place; the others follow.
+        let first = (0..self.tables.len()).find(|&g| !pool.is_state(GroupId(g as u8))).unwrap_or(0);
         for g in 0..self.tables.len() {
             let group = GroupId(g as u8);
             let end = if pool.is_state(group) { 1 } else { end };
             let mut at = self.tables[g].pages.len() as u32;
             while at < end {
-                let payer = self.payer(page_tokens, at);
-                let run = if self.ranges.is_empty() {
+                let mut payer = self.payer(page_tokens, at);
+                let mut run = if self.ranges.is_empty() {
                     end - at
                 } else {
                     (at..end).take_while(|&p| self.payer(page_tokens, p) == payer).count() as u32
                 };
+                let promised = self.promises.iter().any(|p| p.0 == payer && p.1 >= pool.groups[g].units);
+                if payer != self.tenant && !promised && g == first {
+                    match pool.may_charge(self.tenant, payer).min(run) {
+                        0 => {
+                            // The right is used up: from here on the tenant pays itself, in every group.
+                            self.fall_back(page_tokens, at);
+                            payer = self.tenant;
+                            run =
+                                (at..end).take_while(|&p| self.payer(page_tokens, p) == payer).count() as u32;
+                        }
+                        pages => run = pages,
+                    }
+                }
                 let mut none = 0;
                 let promise = self
                     .promises
@@ -487,6 +526,16 @@ impl Body {
         Ok(())
     }
 
+    /// What is left of the shared range that page `at` lies in becomes the tenant's own.
+    fn fall_back(&mut self, page_tokens: u32, at: u32) {
+        let start = at * page_tokens;
+        let Some(r) = self.ranges.iter().position(|range| start < range.end) else { return };
+        let lost = self.ranges[r];
+        self.ranges[r].end = start;
+        self.ranges.insert(r + 1, Range { end: lost.end, scope: self.tenant, may_publish: true });
+        self.fallbacks.push((lost.scope, lost.end - start));
+    }
+
     /// Give back the pages behind `slots` tokens, filling the promise up again.
     pub(crate) fn shrink_to(&mut self, pool: &Pool, lane: Lane, slots: u32, scratch: &mut Scratch) {
         let page_tokens = pool.spec.page_tokens();
@@ -496,36 +545,73 @@ impl Body {
             let keep = if pool.is_state(group) { usize::from(slots > 0) } else { keep };
             if self.tables[g].pages.len() > keep {
                 let surplus = self.tables[g].pages.split_off(keep);
-                pool.let_go_reversed(lane, &surplus, scratch);
-                let units = surplus.len() as u32 * pool.groups[g].units;
-                self.promise_again(pool, lane, units);
+                self.give_back(pool, lane, g, &surplus, None, scratch);
             }
         }
     }
 
-    /// After own pages went back: an admitted sequence keeps the room it was promised.
-    fn promise_again(&mut self, pool: &Pool, lane: Lane, units: u32) {
-        let (tenant, most) = (self.tenant, self.promised);
-        let Some(promise) = self.promise_of(tenant) else { return };
-        let units = units.min(most.saturating_sub(*promise));
-        if units > 0 && pool.promise(lane, tenant, units).is_ok() {
-            *promise += units;
+    /// Forget what steps that are not committed did. A fixed state has moved on with them and can't go back, so there
+    /// the sequence begins anew.
+    pub(crate) fn forget_steps(&mut self, pool: &Pool, lane: Lane, scratch: &mut Scratch) {
+        let spoilt = self.slots > self.written && pool.has_states();
+        self.slots = self.written;
+        if spoilt {
+            (self.slots, self.written, self.cached, self.shared_tail) = (0, 0, 0, false);
+            // Pages of other groups are children of the anchor's, so the anchor's go last.
+            for g in self.groups_up(pool) {
+                self.trim_table(pool, lane, g, u32::MAX, scratch);
+                self.tables[g] = Table::default();
+            }
+            (self.published, self.keys) = (0, vec![self.root]);
+            self.parent = Some(Parent::Digest(pool.hasher.digest(self.root)));
+        }
+        self.shrink_to(pool, lane, self.slots, scratch);
+    }
+
+    /// Pages of group `g` go back. An admitted sequence keeps the room it was promised with `payer`, or with all.
+    fn give_back(
+        &mut self,
+        pool: &Pool,
+        lane: Lane,
+        g: usize,
+        pages: &[PageRef],
+        payer: Option<TenantId>,
+        scratch: &mut Scratch,
+    ) {
+        let promised = self.promised.iter().filter(|p| payer.is_none_or(|payer| p.0 == payer));
+        let again: Vec<_> = promised
+            .map(|&(payer, most)| {
+                let pages = pages.iter().filter(|p| pool.pages.payer(p.id) == payer).count() as u32;
+                (payer, most, pages * pool.groups[g].units)
+            })
+            .collect();
+        pool.let_go_reversed(lane, pages, scratch);
+        for (payer, most, units) in again {
+            let Some(promise) = self.promise_of(payer) else { continue };
+            let units = units.min(most.saturating_sub(*promise));
+            if units > 0 && pool.promise(lane, payer, units).is_ok() {
+                *promise += units;
+            }
         }
     }
 
-    /// Release what has left every window. The next token to be computed is number `written`.
-    pub(crate) fn trim(&mut self, pool: &Pool, lane: Lane, scratch: &mut Scratch) {
+    /// Release what is in no window of the token number `next` and those behind it.
+    pub(crate) fn trim(&mut self, pool: &Pool, lane: Lane, next: u32, scratch: &mut Scratch) {
         for g in 0..self.tables.len() {
-            let needed = pool.spec.first_needed(GroupId(g as u8), self.written);
-            let table = &mut self.tables[g];
-            let end = needed.min(table.pages.len() as u32);
-            if end > table.start {
-                let left = &table.pages[table.start as usize..end as usize];
-                pool.let_go_reversed(lane, left, scratch);
-                let units = left.len() as u32 * pool.groups[g].units;
-                table.start = end;
-                self.promise_again(pool, lane, units);
-            }
+            let needed = pool.spec.first_needed(GroupId(g as u8), next);
+            self.trim_table(pool, lane, g, needed, scratch);
+        }
+    }
+
+    /// Release the pages of a group before page `end`.
+    fn trim_table(&mut self, pool: &Pool, lane: Lane, g: usize, end: u32, scratch: &mut Scratch) {
+        let table = &mut self.tables[g];
+        let end = end.min(table.pages.len() as u32);
+        if end > table.start {
+            let left = table.pages[table.start as usize..end as usize].to_vec();
+            table.start = end;
+            // What a window leaves behind in a shared range is not needed there again.
+            self.give_back(pool, lane, g, &left, Some(self.tenant), scratch);
         }
     }
 
@@ -567,14 +653,13 @@ impl Body {
             let proven =
                 pool.orders.recall(scope, keys.iter().map(|&key| pool.hasher.index_key(key, first_group)));
             for (nth, &key) in keys.iter().enumerate() {
-                if !self.publish_page(pool, lane, key, nth < proven, &mut scratch.events) {
+                if !self.publish_page(pool, lane, key, nth < proven, &mut scratch.news) {
                     break;
                 }
             }
         }
         scratch.keys = keys;
-        pool.events.publish_all(&scratch.events);
-        scratch.events.clear();
+        pool.tell(lane, &mut scratch.news);
     }
 
     fn page(&self, page_tokens: u32, page: u32) -> &[u32] {
@@ -588,7 +673,7 @@ impl Body {
         lane: Lane,
         key: ChainKey,
         proven: bool,
-        events: &mut Vec<Event>,
+        news: &mut News,
     ) -> bool {
         let Some(parent) = self.parent else { return false };
         let page = self.published;
@@ -600,7 +685,7 @@ impl Body {
         let mut others = parent;
         if let Some(group) = anchor {
             let at = self.tables[group.as_usize()].pages[page as usize];
-            match pool.publish(lane, at, group, &names(group, parent), proven, events) {
+            match pool.publish(lane, at, group, &names(group, parent), proven, news) {
                 Some(seen) => (next, others) = (seen.as_parent(), seen.as_parent()),
                 None => {
                     self.parent = None;
@@ -614,7 +699,7 @@ impl Body {
             if Some(g) != anchor && !pool.is_state(g) && page >= table.start {
                 let at = table.pages[page as usize];
                 // What can't be listed costs later hits, nothing else.
-                let _ = pool.publish(lane, at, g, &names(g, others), proven, events);
+                let _ = pool.publish(lane, at, g, &names(g, others), proven, news);
                 self.protect(pool, at);
             }
         }
@@ -637,25 +722,33 @@ impl Body {
     /// next step continues in a copy. `false`: there is none, or it does not stand at a page's edge.
     pub(crate) fn keep_state(&mut self, pool: &Pool, lane: Lane) -> bool {
         let page_tokens = pool.spec.page_tokens();
+        // A step that is not committed has moved the state on.
         if self.written == 0
+            || self.slots != self.written
             || !self.written.is_multiple_of(page_tokens)
             || self.published != self.written / page_tokens
         {
             return false;
         }
         let (Some(parent), Some(&key)) = (self.parent, self.keys.last()) else { return false };
+        // It stands beside the page that ends here, and continues what that page of another group continues.
+        let parent = match (pool.spec.anchor(), self.keys.len().checked_sub(2)) {
+            (Some(_), _) => parent,
+            (None, Some(before)) => Parent::Digest(pool.hasher.digest(self.keys[before])),
+            (None, None) => return false,
+        };
         let tokens = &self.tokens[(self.written - page_tokens) as usize..self.written as usize];
         let mut kept = false;
-        let mut events = Vec::new();
+        let mut news = News::default();
         for g in (0..self.tables.len()).map(|g| GroupId(g as u8)).filter(|&g| pool.is_state(g)) {
             let Some(&page) = self.tables[g.as_usize()].pages.first() else { continue };
             if !pool.pages.read(page.id).is_indexed() {
                 let names = Names { key: pool.hasher.index_key(key, g), parent, tokens: Some(tokens) };
-                kept |= pool.publish(lane, page, g, &names, false, &mut events).is_some();
+                kept |= pool.publish(lane, page, g, &names, false, &mut news).is_some();
                 self.shared_tail = true;
             }
         }
-        pool.events.publish_all(&events);
+        pool.tell(lane, &mut news);
         kept
     }
 
@@ -685,10 +778,10 @@ impl Body {
         let page_tokens = pool.spec.page_tokens();
         for (g, table) in self.tables.iter().enumerate() {
             let group = GroupId(g as u8);
-            if pool.is_state(group) && n < self.written {
+            if pool.is_state(group) && n < self.slots {
                 return Err(Error::Argument(format!(
                     "the fixed state of group {g} can't go back to {n} tokens from {}; fork before drafting",
-                    self.written
+                    self.slots
                 )));
             }
             if table.start > 0 && pool.spec.first_needed(group, n) < table.start {
@@ -705,8 +798,9 @@ impl Body {
         let whole = n / page_tokens;
         if whole < self.published {
             self.rewind(pool, whole);
-            self.shared_tail |= !self.slots.is_multiple_of(page_tokens);
         }
+        // A fork may share the page in which the next token goes, whether it has a key or not.
+        self.shared_tail |= !self.slots.is_multiple_of(page_tokens);
         self.cached = self.cached.min(whole * page_tokens);
         Ok(())
     }
@@ -738,6 +832,12 @@ impl Body {
 
     /// A second sequence with the same tokens and pages; both copy a shared page before they write into it.
     pub(crate) fn fork(&mut self, pool: &Pool, scratch: &mut Scratch) -> Result<Self, Error> {
+        if self.slots > self.written && pool.has_states() {
+            return Err(Error::Argument(format!(
+                "the fixed state has moved on to {} tokens with steps that are not committed; commit them, then fork",
+                self.slots
+            )));
+        }
         let mut shared: Vec<PageRef> = Vec::new();
         let mut tables = self.tables.clone();
         for (g, table) in tables.iter_mut().enumerate() {
@@ -768,7 +868,7 @@ impl Body {
             ranges: self.ranges.clone(),
             fallbacks: self.fallbacks.clone(),
             promises: Vec::new(),
-            promised: 0,
+            promised: Vec::new(),
             // Slots of steps that are not committed are the parent's alone.
             slots: self.written,
             counted: true,
@@ -776,14 +876,15 @@ impl Body {
         })
     }
 
+    /// The groups in the order in which their pages go: those of other groups are children of the anchor's.
+    fn groups_up(&self, pool: &Pool) -> impl Iterator<Item = usize> + use<> {
+        let anchor = pool.spec.anchor().map(GroupId::as_usize);
+        (0..self.tables.len()).filter(move |&g| Some(g) != anchor).chain(anchor)
+    }
+
     /// Everything goes back.
     pub(crate) fn release_all(&mut self, pool: &Pool, scratch: &mut Scratch) {
-        let anchor = pool.spec.anchor().map_or(usize::MAX, GroupId::as_usize);
-        // Pages of other groups are children of the anchor's.
-        for g in (0..self.tables.len())
-            .filter(|&g| g != anchor)
-            .chain((anchor < self.tables.len()).then_some(anchor))
-        {
+        for g in self.groups_up(pool) {
             let table = std::mem::take(&mut self.tables[g]);
             pool.let_go_reversed(self.lane, table.live(), scratch);
         }

@@ -28,8 +28,9 @@
 //! | leaving | 0 | 0 | LIVE, LEAVING, not QUEUED |
 //!
 //! A cached page is QUEUED from the same transition that made it cached; a held or pinned one may still be QUEUED from
-//! before (it stands in the order once, and the order drops it when it comes up). The generation moves only from
-//! leaving to free.
+//! before (it stands in the order once, and the order drops it when it comes up). The generation moves from leaving to
+//! free, and when a page that one holder has loses its key to be written anew ([`PageWord::renew`]): a reference names
+//! one content at most.
 
 use super::{ClassId, FrameId, Generation, Tier};
 
@@ -239,6 +240,17 @@ impl PageWord {
     #[inline]
     pub const fn unpublish(self) -> Option<Self> {
         if self.has(INDEXED) && self.refs() > 0 { Some(Self(self.0 & !(INDEXED | PROVEN))) } else { None }
+    }
+
+    /// A page that one holder has, and that has no key any more, begins another life in his hands.
+    #[inline]
+    pub const fn renew(self) -> Option<Self> {
+        if self.refs() == 1 && self.pins() == 0 && self.has(LIVE) && self.0 & (INDEXED | LEASED) == 0 {
+            let next = (self.generation().0.wrapping_add(1) as u64) << GENERATION_SHIFT;
+            Some(Self(next | self.0 & !WRITTEN & u32::MAX as u64))
+        } else {
+            None
+        }
     }
 
     /// A cached page is taken by one thread, which stands at its place in the order: cached -> leaving.

@@ -1,65 +1,12 @@
-use crate::{
-    arrays::{Owned, Shape},
-    batch::Batch,
-    hash::Secret,
-    ledger::{Policy, ROOT},
-    pool::{Options, Pool},
-    sequence::Open,
-    spec::*,
-};
-use std::sync::Arc;
+//! One thread, one thing at a time: what a scheduler does.
 
-fn spec() -> Spec {
-    Spec::new(
-        16,
-        vec![GroupSpec {
-            name: "full".into(),
-            kind: GroupKind::Full,
-            layers: 2,
-            kv_heads: 2,
-            k_dim: 64,
-            v_dim: 64,
-            dtype: Dtype::F16,
-            state_bytes: 0,
-        }],
-        Layout::PageMajor,
-        None,
-    )
-    .expect("spec")
-}
-fn pool(pages: u64) -> Arc<Pool> {
-    let spec = spec();
-    let bytes = spec.sizes()[0] * (pages + 1);
-    Arc::new(
-        Pool::new(
-            spec,
-            &Options {
-                device_bytes: bytes,
-                host_bytes: 0,
-                secret: Some(Secret::from_bytes([7; 16])),
-                max_tenants: 64,
-                compare_tokens: true,
-                manual_clock: true,
-                events: 0,
-                force_collisions: false,
-            },
-        )
-        .expect("pool"),
-    )
-}
-fn batch(pool: &Arc<Pool>, rows: usize, tokens: u32) -> Batch {
-    let shape = Shape { rows, tokens, pages: tokens.div_ceil(16) as usize, step: tokens + rows as u32 };
-    Batch::new(pool, shape, Box::new(Owned::new(shape, pool.groups.len()))).expect("batch")
-}
-fn green(pool: &Pool) {
-    let r = pool.audit();
-    assert!(r.exact && r.findings.is_empty(), "{r:#?}");
-}
+use super::build::{batch, green, plain_tenant, pool, spec};
+use crate::{sequence::Open, spec::GroupKind, word::GroupId};
 
 #[test]
-fn a_life() {
-    let pool = pool(100);
-    let t = pool.ledger().create(ROOT, "acme", &Policy::default()).expect("tenant");
+fn a_scheduler_goes_about_its_work() {
+    let pool = pool(spec(&[(GroupKind::Full, 1)]), 400);
+    let t = plain_tenant(&pool, "acme");
     let tokens: Vec<u32> = (0..100).collect();
     green(&pool);
     let seq = pool.open(t, Open { tokens: tokens.clone(), ..Open::default() }).expect("open");
@@ -102,13 +49,13 @@ fn a_life() {
 
 #[test]
 fn a_moved_page_is_shown_by_the_next_step_and_its_old_frame_waits() {
-    let pool = pool(10);
-    let t = pool.ledger().create(ROOT, "acme", &Policy::default()).expect("tenant");
-    let seq = pool.open(t, Open { tokens: (0..40).collect(), ..Open::default() }).expect("open");
-    let b = batch(&pool, 2, 160);
+    let pool = pool(spec(&[(GroupKind::Full, 1)]), 10);
+    let t = plain_tenant(&pool, "acme");
+    let seq = pool.open(t, Open { tokens: (0..10).collect(), ..Open::default() }).expect("open");
+    let b = batch(&pool, 2, 40);
     b.add(&seq).expect("row");
     b.step(None, None, |_| ()).expect("step");
-    let (_, pages) = seq.pages(crate::word::GroupId(0)).expect("pages");
+    let (_, pages) = seq.pages(GroupId(0)).expect("pages");
     let (page, from) = pages[1];
     let mut copied = None;
     let to = pool.relocate(page, |from, to| copied = Some((from, to))).expect("a frame is free");
@@ -118,12 +65,12 @@ fn a_moved_page_is_shown_by_the_next_step_and_its_old_frame_waits() {
     green(&pool);
     b.commit(Some(&[1])).expect("commit");
     b.step(None, None, |_| ()).expect("step");
-    assert_eq!(seq.pages(crate::word::GroupId(0)).expect("pages").1[1], (page, to));
+    assert_eq!(seq.pages(GroupId(0)).expect("pages").1[1], (page, to));
     b.commit(Some(&[1])).expect("commit");
     assert_eq!(pool.quiescence.drain(&pool.arenas), 1);
     green(&pool);
     // Let go while a copy uses it: the end of the lease frees it.
-    let page = seq.pages(crate::word::GroupId(0)).expect("pages").1[2].0;
+    let page = seq.pages(GroupId(0)).expect("pages").1[2].0;
     let moved = pool.relocate(page, |_, _| seq.close().expect("closes"));
     assert!(moved.is_some());
     pool.quiescence.drain(&pool.arenas);

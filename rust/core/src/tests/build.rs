@@ -1,0 +1,122 @@
+//! Specs and pools of a few pages.
+
+use std::sync::Arc;
+
+use crate::{
+    arrays::{Owned, Shape},
+    batch::Batch,
+    hash::Secret,
+    ledger::{Policy, ROOT},
+    pool::{Options, Pool},
+    spec::{Dtype, GroupKind, GroupSpec, Layout, Spec},
+    word::{TenantId, Units},
+};
+
+/// Tokens of a page.
+pub(super) const PAGE: u32 = 4;
+
+/// A group whose page has `layers * 256` bytes.
+fn group(name: String, kind: GroupKind, layers: u32) -> GroupSpec {
+    let state = kind == GroupKind::State;
+    let latent = kind == GroupKind::Latent;
+    GroupSpec {
+        name,
+        kind,
+        layers,
+        kv_heads: u32::from(!state),
+        k_dim: if state {
+            0
+        } else if latent {
+            32
+        } else {
+            16
+        },
+        v_dim: if state || latent { 0 } else { 16 },
+        dtype: Dtype::F16,
+        state_bytes: if state { u64::from(layers) * 256 } else { 0 },
+    }
+}
+
+/// A spec of these groups, `(kind, layers)` each.
+pub(super) fn spec(groups: &[(GroupKind, u32)]) -> Spec {
+    let groups = groups.iter().enumerate().map(|(n, &(kind, layers))| group(format!("g{n}"), kind, layers));
+    Spec::new(PAGE, groups.collect(), Layout::PageMajor, None).expect("a sound spec")
+}
+
+/// The specs that the tests go through.
+pub(super) fn specs() -> Vec<(&'static str, Spec)> {
+    use GroupKind::*;
+    vec![
+        ("full", spec(&[(Full, 1)])),
+        ("latent and window", spec(&[(Latent, 1), (Window { tokens: 6 }, 1)])),
+        ("full and smaller window", spec(&[(Full, 2), (Window { tokens: 6 }, 1)])),
+        ("window", spec(&[(Window { tokens: 6 }, 1)])),
+        ("full and chunks", spec(&[(Full, 1), (Chunked { tokens: 8 }, 1)])),
+        ("chunks across pages", spec(&[(Chunked { tokens: 6 }, 1)])),
+        ("full and state", spec(&[(Full, 1), (State, 1)])),
+        ("state", spec(&[(State, 1)])),
+        ("window, full, larger state", spec(&[(Window { tokens: 3 }, 1), (Full, 1), (State, 2)])),
+    ]
+}
+
+pub(super) fn options(spec: &Spec, pages: u64) -> Options {
+    let largest = spec.sizes().iter().copied().max().unwrap_or(1);
+    // Room for the reserved bytes, and whole extents where there are several sizes.
+    Options {
+        device_bytes: (largest * (pages + 1)).next_multiple_of(spec.granule()),
+        host_bytes: 0,
+        secret: Some(Secret::from_bytes([7; 16])),
+        max_tenants: 8,
+        compare_tokens: true,
+        manual_clock: true,
+        events: 0,
+        force_collisions: false,
+    }
+}
+
+/// A pool of about `pages` of the largest pages.
+pub(super) fn pool(spec: Spec, pages: u64) -> Arc<Pool> {
+    let options = options(&spec, pages);
+    Arc::new(Pool::new(spec, &options).expect("a pool"))
+}
+
+pub(super) fn tenant(pool: &Pool, parent: TenantId, name: &str, policy: &Policy) -> TenantId {
+    pool.ledger().create(parent, name, policy).expect("a tenant")
+}
+
+pub(super) fn plain_tenant(pool: &Pool, name: &str) -> TenantId {
+    tenant(pool, ROOT, name, &Policy::default())
+}
+
+/// A batch with arrays of its own.
+pub(super) fn batch(pool: &Arc<Pool>, rows: usize, tokens: u32) -> Batch {
+    let pages = tokens.div_ceil(pool.spec().page_tokens()) as usize;
+    let shape = Shape { rows, tokens, pages, step: tokens + rows as u32 };
+    Batch::new(pool, shape, Box::new(Owned::new(shape, pool.spec().groups().len()))).expect("a batch")
+}
+
+/// The books stand still and balance.
+#[track_caller]
+pub(super) fn green(pool: &Pool) {
+    let report = pool.audit();
+    assert!(report.exact && report.findings.is_empty(), "{report:#?}");
+}
+
+/// Nothing is held, pinned or promised, and after a reset every byte is free.
+#[track_caller]
+pub(super) fn empty(pool: &Pool) {
+    use crate::word::Tier;
+    green(pool);
+    let balance = pool.audit().balance[0];
+    assert_eq!((balance.held, balance.pinned), (0, 0), "{balance:?}");
+    for tenant in pool.ledger().ids() {
+        assert_eq!(pool.ledger().usage(Tier::Device, tenant).promised, Units(0));
+    }
+    pool.reset_prefix_cache().expect("nothing is held");
+    pool.quiescence.drain(&pool.arenas);
+    green(pool);
+    let balance = pool.audit().balance[0];
+    assert_eq!((balance.cached, balance.free), (0, balance.capacity));
+    pool.ledger().drain(Tier::Device);
+    assert_eq!(pool.ledger().usage(Tier::Device, ROOT).subtree, Units(0));
+}

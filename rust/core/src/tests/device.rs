@@ -1,0 +1,116 @@
+//! A device made of numbers: every slot remembers which content was written to it, and by which write.
+//!
+//! A content is the hash of a context (adapter, keys) and all tokens up to a position, which is what the KV of that
+//! position depends on. So a page that is shared, moved or copied wrongly shows a content that nobody expects there.
+
+use std::{
+    collections::{BTreeMap, HashSet, hash_map::DefaultHasher},
+    hash::{Hash, Hasher},
+};
+
+use super::build::PAGE;
+use crate::{
+    spec::{GroupKind, Spec},
+    word::{FrameId, GroupId},
+};
+
+/// The identity of all tokens up to one position.
+pub(super) type Content = u64;
+
+/// What a context is before its first token.
+pub(super) fn root(context: &impl Hash) -> Content {
+    let mut hasher = DefaultHasher::new();
+    context.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// One token more.
+pub(super) fn next(before: Content, token: u32) -> Content {
+    root(&(before, token))
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Cell {
+    content: Content,
+    write: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Frame {
+    bytes: u64,
+    group: GroupId,
+    cells: Vec<Option<Cell>>,
+}
+
+#[derive(Debug)]
+pub(super) struct Device {
+    page_bytes: Vec<u64>,
+    states: Vec<bool>,
+    frames: BTreeMap<u64, Frame>,
+    writes: u64,
+    /// Writes of steps that were committed.
+    done: HashSet<u64>,
+}
+
+impl Device {
+    pub(super) fn new(spec: &Spec) -> Self {
+        Self {
+            page_bytes: (0..spec.groups().len()).map(|g| spec.page_bytes(GroupId(g as u8))).collect(),
+            states: spec.groups().iter().map(|g| g.kind == GroupKind::State).collect(),
+            frames: BTreeMap::new(),
+            writes: 0,
+            done: HashSet::new(),
+        }
+    }
+
+    fn start(&self, group: GroupId, frame: FrameId) -> u64 {
+        u64::from(frame.0) * self.page_bytes[group.as_usize()]
+    }
+
+    /// The frame, for writing: what other groups left in these bytes is gone.
+    fn open(&mut self, group: GroupId, frame: FrameId) -> &mut Frame {
+        assert_ne!(frame.0, 0, "frame 0 is never given out");
+        let (start, bytes) = (self.start(group, frame), self.page_bytes[group.as_usize()]);
+        let over: Vec<u64> = self
+            .frames
+            .range(..start + bytes)
+            .filter(|(at, f)| **at + f.bytes > start && (**at != start || f.group != group))
+            .map(|(&at, _)| at)
+            .collect();
+        over.into_iter().for_each(|at| drop(self.frames.remove(&at)));
+        let cells = if self.states[group.as_usize()] { 1 } else { PAGE as usize };
+        self.frames.entry(start).or_insert_with(|| Frame { bytes, group, cells: vec![None; cells] })
+    }
+
+    /// A number for the writes of one row in one step.
+    pub(super) fn new_write(&mut self) -> u64 {
+        self.writes += 1;
+        self.writes
+    }
+
+    /// The step of this write was committed.
+    pub(super) fn finish(&mut self, write: u64) {
+        self.done.insert(write);
+    }
+
+    pub(super) fn write(&mut self, group: GroupId, frame: FrameId, at: u32, content: Content, write: u64) {
+        self.open(group, frame).cells[at as usize] = Some(Cell { content, write });
+    }
+
+    pub(super) fn copy(&mut self, group: GroupId, from: FrameId, to: FrameId) {
+        let start = self.start(group, from);
+        let cells = self.frames.get(&start).filter(|f| f.group == group).map(|f| f.cells.clone());
+        let to = self.open(group, to);
+        match cells {
+            Some(cells) => to.cells = cells,
+            None => to.cells.fill(None),
+        }
+    }
+
+    /// What stands in a slot, and whether its step was committed.
+    pub(super) fn read(&self, group: GroupId, frame: FrameId, at: u32) -> Option<(Content, bool)> {
+        let frame = self.frames.get(&self.start(group, frame)).filter(|f| f.group == group)?;
+        let cell = frame.cells[at as usize]?;
+        Some((cell.content, self.done.contains(&cell.write)))
+    }
+}

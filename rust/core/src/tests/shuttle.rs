@@ -1,0 +1,419 @@
+//! Two or three threads on one tiny pool, under random schedules: whatever the order, the books are exact at the end, and
+//! nobody ever sees another one's tokens.
+//!
+//! shuttle runs the threads one at a time and switches at every access to a shared word, so these models find what goes
+//! wrong between two rooms; what goes wrong between two memory orderings is for loom, room by room.
+
+use std::sync::Arc;
+
+use shuttle::thread;
+
+use super::build::{PAGE, batch, empty, plain_tenant, pool, spec, tenant};
+use crate::{
+    batch::Batch,
+    error::Error,
+    face::Pages,
+    hash::CallerKey,
+    ledger::{Policy, ROOT},
+    pool::Pool,
+    sequence::{Open, Sequence},
+    spec::GroupKind::{Full, State, Window},
+    word::{GroupId, PageRef, TenantId, Tier, Units},
+};
+
+const G: GroupId = GroupId(0);
+
+/// Random schedules, and some with few switches at odd places. More with `KVALLOC_SCHEDULES`.
+fn check(f: impl Fn() + Send + Sync + Copy + 'static) {
+    let n = std::env::var("KVALLOC_SCHEDULES").ok().and_then(|n| n.parse().ok()).unwrap_or(150);
+    shuttle::check_random(f, n);
+    shuttle::check_pct(f, n, 3);
+}
+
+fn spawn<R: Send + 'static>(
+    pool: &Arc<Pool>,
+    f: impl FnOnce(&Arc<Pool>) -> R + Send + 'static,
+) -> thread::JoinHandle<R> {
+    let pool = Arc::clone(pool);
+    thread::spawn(move || f(&pool))
+}
+
+fn done<R>(thread: thread::JoinHandle<R>) -> R {
+    thread.join().expect("no panic")
+}
+
+fn open(pool: &Arc<Pool>, tenant: TenantId, tokens: impl IntoIterator<Item = u32>) -> Arc<Sequence> {
+    pool.open(tenant, Open { tokens: tokens.into_iter().collect(), ..Open::default() })
+        .expect("no admission asked")
+}
+
+/// One step and its commit: how many tokens, and whether the row was refused.
+fn run(batch: &Batch, sampled: i32) -> (u32, bool) {
+    let seen =
+        batch.step(None, None, |s| (s.num_tokens, !s.refused.is_empty())).expect("nobody else uses it");
+    batch.commit(Some(&vec![sampled; batch.rows().expect("free")])).expect("a step waits");
+    seen
+}
+
+/// Open, compute, close. `false`: there was no room.
+fn serve(pool: &Arc<Pool>, batch: &Batch, tenant: TenantId, tokens: impl IntoIterator<Item = u32>) -> bool {
+    let sequence = open(pool, tenant, tokens);
+    batch.add(&sequence).expect("a row");
+    let (_, refused) = run(batch, 1);
+    sequence.close().expect("nobody else uses it");
+    !refused
+}
+
+/// The pages a sequence hit say what its prompt says.
+fn assert_true(sequence: &Sequence, tokens: &[u32]) {
+    let cached = sequence.counts().expect("free").cached as usize;
+    let (_, pages) = sequence.pages(G).expect("free");
+    for (&(page, _), said) in pages.iter().zip(tokens[..cached].chunks(PAGE as usize)) {
+        assert!(sequence.pool().pages.has_tokens(page.id, said), "{page:?} does not hold {said:?}");
+    }
+}
+
+#[test]
+fn two_sequences_with_one_prompt() {
+    check(|| {
+        let pool = pool(spec(&[(Full, 1)]), 6);
+        let t = plain_tenant(&pool, "t");
+        let work = move |pool: &Arc<Pool>| {
+            let batch = batch(pool, 1, 16);
+            for _ in 0..2 {
+                let sequence = open(pool, t, 0..9);
+                assert_true(&sequence, &(0..9).collect::<Vec<_>>());
+                batch.add(&sequence).expect("a row");
+                let (_, refused) = run(&batch, 1);
+                assert!(!refused, "there is room for two");
+                sequence.close().expect("nobody else uses it");
+            }
+        };
+        let other = spawn(&pool, work);
+        work(&pool);
+        done(other);
+        empty(&pool);
+    });
+}
+
+#[test]
+fn a_hit_beside_eviction() {
+    check(|| {
+        let pool = pool(spec(&[(Full, 1)]), 3);
+        let t = plain_tenant(&pool, "t");
+        let warm = batch(&pool, 1, 16);
+        assert!(serve(&pool, &warm, t, 0..9));
+        let other = spawn(&pool, move |pool| {
+            let batch = batch(pool, 1, 16);
+            serve(pool, &batch, t, 100..109);
+        });
+        let sequence = open(&pool, t, 0..9);
+        assert_true(&sequence, &(0..9).collect::<Vec<_>>());
+        warm.add(&sequence).expect("a row");
+        run(&warm, 1);
+        assert_true(&sequence, &(0..9).collect::<Vec<_>>());
+        done(other);
+        sequence.close().expect("nobody else uses it");
+        drop(warm);
+        empty(&pool);
+    });
+}
+
+/// A page that loses its key, is written anew and published again is not taken for what it was.
+#[test]
+fn a_hit_beside_a_rejected_draft() {
+    check(|| {
+        let pool = pool(spec(&[(Full, 1)]), 6);
+        let t = plain_tenant(&pool, "t");
+        let mine = batch(&pool, 1, 16);
+        let draft = open(&pool, t, 0..9);
+        mine.add(&draft).expect("a row");
+        run(&mine, -1);
+        let reader = spawn(&pool, move |pool| {
+            let sequence = open(pool, t, 0..9);
+            assert_true(&sequence, &(0..9).collect::<Vec<_>>());
+            // What is held does not change.
+            for _ in 0..3 {
+                thread::yield_now();
+                assert_true(&sequence, &(0..9).collect::<Vec<_>>());
+            }
+            sequence.close().expect("nobody else uses it");
+        });
+        draft.truncate(6).expect("there are more");
+        draft.extend(&[70, 80, 90]).expect("all slots are known");
+        run(&mine, -1);
+        done(reader);
+        drop((mine, draft));
+        empty(&pool);
+    });
+}
+
+#[test]
+fn forks_close_in_any_order() {
+    check(|| {
+        let pool = pool(spec(&[(Full, 1), (Window { tokens: 5 }, 1)]), 12);
+        let t = plain_tenant(&pool, "t");
+        let mine = batch(&pool, 1, 16);
+        let parent = open(&pool, t, 0..6);
+        mine.add(&parent).expect("a row");
+        run(&mine, 1);
+        let child = parent.fork().expect("few references");
+        let other = spawn(&pool, move |pool| {
+            let batch = batch(pool, 1, 16);
+            batch.add(&child).expect("a row");
+            run(&batch, 2);
+            let grandchild = child.fork().expect("few references");
+            child.close().expect("nobody else uses it");
+            drop(grandchild);
+        });
+        run(&mine, 3);
+        parent.close().expect("nobody else uses it");
+        done(other);
+        drop(mine);
+        empty(&pool);
+    });
+}
+
+#[test]
+fn a_limit_is_never_passed() {
+    check(|| {
+        let pool = pool(spec(&[(Full, 1)]), 8);
+        let limit = Policy { limit: [Some(Units(3)), None], ..Policy::default() };
+        let org = tenant(&pool, ROOT, "org", &limit);
+        let a = tenant(&pool, org, "a", &Policy::default());
+        let b = tenant(&pool, org, "b", &Policy::default());
+        let work = |t| {
+            move |pool: &Arc<Pool>| {
+                let batch = batch(pool, 1, 16);
+                for n in 0..2 {
+                    serve(pool, &batch, t, (0..6).map(|i| i + 10 * n));
+                    assert!(pool.ledger().usage(Tier::Device, org).subtree <= Units(3));
+                }
+            }
+        };
+        let other = spawn(&pool, work(a));
+        work(b)(&pool);
+        done(other);
+        empty(&pool);
+    });
+}
+
+/// Whatever others do, what lies in a reserve is there at once: nothing is refused in it.
+#[test]
+fn a_reserve_is_there_at_once() {
+    check(|| {
+        let pool = pool(spec(&[(Full, 1)]), 4);
+        let reserve = Policy { reserve: [Units(2), Units(0)], ..Policy::default() };
+        let a = tenant(&pool, ROOT, "a", &reserve);
+        let b = plain_tenant(&pool, "b");
+        let other = spawn(&pool, move |pool| {
+            let batch = batch(pool, 1, 16);
+            serve(pool, &batch, b, 0..7);
+            serve(pool, &batch, b, 20..27);
+        });
+        let mine = batch(&pool, 1, 16);
+        assert!(serve(&pool, &mine, a, 0..7), "two pages are reserved");
+        done(other);
+        drop(mine);
+        empty(&pool);
+    });
+}
+
+/// Two rows of one batch cross a page edge while another thread takes what its tenant may have.
+#[test]
+fn rows_that_cross_an_edge_take_nothing_from_others() {
+    check(|| {
+        let pool = pool(spec(&[(Full, 1)]), 5);
+        let limit = Policy { limit: [Some(Units(3)), None], ..Policy::default() };
+        let a = tenant(&pool, ROOT, "a", &limit);
+        let b = plain_tenant(&pool, "b");
+        let mine = batch(&pool, 2, 16);
+        let sequences: Vec<_> = (0..2).map(|n| open(&pool, a, 10 * n..10 * n + 4)).collect();
+        sequences.iter().for_each(|s| drop(mine.add(s).expect("a row")));
+        run(&mine, 1);
+        let other = spawn(&pool, move |pool| {
+            let face = Pages::new(pool);
+            let pages = face.allocate(b, G, 2).expect("five pages, three of them for a at most");
+            face.release(&pages).expect("they are held");
+        });
+        run(&mine, 1);
+        done(other);
+        drop((mine, sequences));
+        empty(&pool);
+    });
+}
+
+#[test]
+fn a_step_beside_a_close_by_handle() {
+    check(|| {
+        let pool = pool(spec(&[(Full, 1)]), 8);
+        let t = plain_tenant(&pool, "t");
+        let mine = batch(&pool, 2, 16);
+        let sequences: Vec<_> = (0..2).map(|n| open(&pool, t, 10 * n..10 * n + 5)).collect();
+        sequences.iter().for_each(|s| drop(mine.add(s).expect("a row")));
+        let victim = Arc::clone(&sequences[0]);
+        let other = thread::spawn(move || match victim.close() {
+            Ok(()) | Err(Error::Busy(_)) => {}
+            Err(e) => panic!("{e}"),
+        });
+        for _ in 0..2 {
+            match mine.step(None, None, |_| ()) {
+                Ok(()) => match mine.commit(None) {
+                    Ok(()) | Err(Error::Busy(_)) => {}
+                    Err(e) => panic!("{e}"),
+                },
+                Err(Error::Busy(_)) => {}
+                Err(e) => panic!("{e}"),
+            }
+        }
+        done(other);
+        drop((mine, sequences));
+        empty(&pool);
+    });
+}
+
+/// The batch goes while a handle of one of its sequences is in use: nobody waits for himself.
+#[test]
+fn a_batch_that_goes_beside_a_handle_in_use() {
+    check(|| {
+        let pool = pool(spec(&[(Full, 1), (State, 1)]), 8);
+        let t = plain_tenant(&pool, "t");
+        let mine = batch(&pool, 1, 16);
+        let sequence = open(&pool, t, 0..5);
+        mine.add(&sequence).expect("a row");
+        mine.step(None, None, |_| ()).expect("nobody else uses it");
+        let handle = Arc::clone(&sequence);
+        let other = thread::spawn(move || match handle.counts() {
+            Ok(_) | Err(Error::Busy(_)) => {}
+            Err(e) => panic!("{e}"),
+        });
+        drop(mine);
+        done(other);
+        assert_eq!(sequence.counts().expect("free").written, 0);
+        drop(sequence);
+        empty(&pool);
+    });
+}
+
+#[test]
+fn a_share_beside_a_release_and_an_eviction() {
+    check(|| {
+        let pool = pool(spec(&[(Full, 1)]), 1);
+        let t = plain_tenant(&pool, "t");
+        let face = Pages::new(&pool);
+        let page = face.allocate(t, G, 1).expect("it is free");
+        assert_eq!(face.publish(t, G, &page, &[CallerKey::Int(7)]), Ok(vec![true]));
+        let found: PageRef = page[0];
+        let sharing = spawn(&pool, move |pool| {
+            let face = Pages::new(pool);
+            if face.share(&[found]) == Ok(vec![true]) {
+                assert_eq!(face.find_all(t, G, &[CallerKey::Int(7)]), Ok(vec![Some(found)]), "it is held");
+                face.release(&[found]).expect("it is held");
+            }
+        });
+        let taking = spawn(&pool, move |pool| {
+            let face = Pages::new(pool);
+            if let Ok(pages) = face.allocate(t, G, 1) {
+                face.release(&pages).expect("it is held");
+                assert!(face.release(&pages).is_err(), "nobody can find it");
+            }
+        });
+        face.release(&page).expect("it is held");
+        done(sharing);
+        done(taking);
+        empty(&pool);
+    });
+}
+
+/// Two holders publish one page at the same moment: it gets one key.
+#[test]
+fn a_page_that_two_publish() {
+    check(|| {
+        let pool = pool(spec(&[(Full, 1)]), 2);
+        let t = plain_tenant(&pool, "t");
+        let face = Pages::new(&pool);
+        let page = face.allocate(t, G, 1).expect("it is free");
+        let theirs = page.clone();
+        let other = spawn(&pool, move |pool| {
+            Pages::new(pool).publish(t, G, &theirs, &[CallerKey::Int(1)]).expect("it is held")
+        });
+        let mine = face.publish(t, G, &page, &[CallerKey::Int(2)]).expect("it is held");
+        assert_ne!(mine, done(other));
+        let found = face.find_all(t, G, &[CallerKey::Int(1), CallerKey::Int(2)]).expect("sound keys");
+        assert_eq!(found.iter().flatten().count(), 1);
+        face.release(&page).expect("it is held");
+        empty(&pool);
+    });
+}
+
+/// An audit beside others says what it saw; it never cries wolf.
+#[test]
+fn an_audit_beside_others() {
+    check(|| {
+        let pool = pool(spec(&[(Full, 1)]), 4);
+        let t = plain_tenant(&pool, "t");
+        let other = spawn(&pool, move |pool| {
+            let batch = batch(pool, 1, 16);
+            serve(pool, &batch, t, 0..7);
+            serve(pool, &batch, t, 20..27);
+        });
+        let changing = spawn(&pool, move |pool| {
+            let policy = Policy { reserve: [Units(1), Units(0)], ..Policy::default() };
+            pool.ledger().set_policy(t, &policy).expect("it fits");
+        });
+        let report = pool.audit();
+        assert!(report.findings.is_empty(), "{report:#?}");
+        done(other);
+        done(changing);
+        empty(&pool);
+    });
+}
+
+#[test]
+fn a_pin_ends_beside_its_expiry() {
+    check(|| {
+        let pool = pool(spec(&[(Full, 1)]), 4);
+        let budget = Policy { pin_budget: Units(4), ..Policy::default() };
+        let t = tenant(&pool, ROOT, "t", &budget);
+        let mine = batch(&pool, 1, 16);
+        let sequence = open(&pool, t, 0..5);
+        mine.add(&sequence).expect("a row");
+        run(&mine, 1);
+        let pin = pool.pin(&sequence, 4, t, Some(5), "").expect("within the budget");
+        let other = spawn(&pool, move |pool| {
+            pool.advance(10).expect("a manual clock");
+        });
+        let closing = thread::spawn(move || sequence.close().expect("nobody else uses it"));
+        // Whoever comes first.
+        let _ = pool.unpin(pin);
+        done(other);
+        done(closing);
+        assert!(pool.pins(None).is_empty());
+        drop(mine);
+        empty(&pool);
+    });
+}
+
+#[test]
+fn a_policy_changes_beside_charges() {
+    check(|| {
+        let pool = pool(spec(&[(Full, 1)]), 4);
+        let a = plain_tenant(&pool, "a");
+        let b = plain_tenant(&pool, "b");
+        let other = spawn(&pool, move |pool| {
+            let batch = batch(pool, 1, 16);
+            serve(pool, &batch, a, 0..7);
+        });
+        let reserve = Policy { reserve: [Units(3), Units(0)], ..Policy::default() };
+        let reserved = pool.ledger().set_policy(b, &reserve).is_ok();
+        let face = Pages::new(&pool);
+        if reserved {
+            let pages = face.allocate(b, G, 3).expect("it is reserved");
+            face.release(&pages).expect("they are held");
+        }
+        let limit = Policy { limit: [Some(Units(1)), None], ..Policy::default() };
+        pool.ledger().set_policy(a, &limit).expect("a limit may lie below use");
+        done(other);
+        empty(&pool);
+    });
+}
