@@ -392,6 +392,7 @@ LABELS = {"bounds", "refused", "pool", "time", "ended", "audit", "warning"}
 
 def test_wrapped():
     assert wrapped("x", ["aaaa", "bbbb", "cccc"], 20) == "x       aaaa, bbbb,\n        cccc"
+    assert wrapped("x", ["aaaa", "bbbb", "cccc"], 20, 2) == "x       aaaa, bbbb,\n          cccc"
     assert wrapped("x", ["a" * 50], 20) == "x       " + "a" * 50
     assert wrapped("x", [], 20).rstrip() == "x"
 

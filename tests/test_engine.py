@@ -482,6 +482,24 @@ def test_prompts_may_be_literal_arrays():
     assert len(log.of("finished")) == 1
 
 
+def test_one_that_waits_for_bytes_held_elsewhere_holds_up_nobody_for_good():
+    """Its room is not kept while nothing runs, and at the end only who is first in a queue is given up."""
+    pool = make_pool(20)
+    holder = pool.open(pool.tenant("outside"), np.arange(100, dtype=np.int32), 0)
+    batch = pool.batch(1, 512)
+    batch.add(holder)
+    assert not batch.step().refused  # 7 pages
+    engine, log = make_engine(pool, "a", "b")
+    stuck, behind = ask(1, 250, 6), ask(2, 30, 2)
+    others = [ask(i, 30, 2, at=i * 0.001, tenant="b") for i in range(3, 9)]
+    serve(engine, [stuck, behind, *others])
+    assert log.of("refused") == [stuck]
+    assert stuck.refused.startswith("stuck: ")
+    assert len(log.of("finished")) == 7
+    assert log.of("finished")[-1] is behind  # who is first in its queue keeps its place until the end
+    assert engine.waiting == 0
+
+
 def test_a_budget_below_the_rows_is_refused():
     with pytest.raises(ValueError, match="token_budget 10 is below max_rows 20"):
         make_engine(make_pool(10), max_rows=20, token_budget=10)

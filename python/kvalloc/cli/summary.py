@@ -37,8 +37,10 @@ def short(count: int) -> str:
     return str(count)
 
 
-def wrapped(label: str, items: Iterable[str], width: int) -> str:
+def wrapped(label: str, items: Iterable[str], width: int, deeper: int = 0) -> str:
     """Return "label  a, b, c" in lines of at most `width` that break between items and hang below the first.
+
+    Lines that go on are indented by `deeper` columns more.
 
     Examples
     --------
@@ -54,7 +56,7 @@ def wrapped(label: str, items: Iterable[str], width: int) -> str:
             # A comma will follow the item, but for the last one: that column is kept free for all.
             if len(line) + 2 + len(item) + 1 > width:
                 lines.append(f"{line},")
-                line = " " * LABEL + item
+                line = " " * (LABEL + deeper) + item
                 continue
             line += ", "
         line, first = line + item, False
@@ -80,7 +82,7 @@ def print_summary(result: dict[str, Any], console: Console) -> None:
     )
     for one in refused:
         label = "" if lines and lines[-1].startswith(("refused", " " * LABEL)) else "refused"
-        lines.append(wrapped(label, one.split(", "), console.width))
+        lines.append(wrapped(label, one.split(", "), console.width, deeper=2))
     lines += [wrapped(label, items, console.width) for label, items in _footer(result)]
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

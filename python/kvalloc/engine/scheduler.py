@@ -15,7 +15,8 @@ Each call of `Engine.step` is one step of a serving engine:
 Nobody starves. When the next request in turn waits for room in the pool, no later one may take that room;
 only requests that fit into what is free of their own tenant's reserve go past, because those bytes are not
 available to the waiting one anyway. The same holds below a tenant whose limit the request waits for; who is
-not below it is not kept waiting.
+not below it is not kept waiting. While nothing runs no room is kept: nothing would be given back, so whoever
+waits then waits for bytes that this engine does not hold.
 
 Per-row state is kept in arrays numbered like the batch's rows. Python touches a single row only when it is
 admitted, while its prompt is going in, and when it ends.
@@ -115,6 +116,7 @@ class Engine:
         self._asleep: list[Queue] = []  # queues whose first request waits until something is given back
         # For whom the room of a level is kept: by the name of the tenant with that limit, None for the pool.
         self._kept: dict[str | None, Queue] = {}
+        self._keeps = True
         self._virtual = 0.0
 
     def run(self, arrivals: Iterable[Request]) -> Iterator[float]:
@@ -177,6 +179,11 @@ class Engine:
         self.core_ns = 0
         self._admit()
         rows, batch = self.rows, self.batch
+        if not rows.running and self._kept:
+            self._keeps = False
+            self._wake()
+            self._admit()
+            self._keeps = True
         n = len(rows)
         if n == 0:
             return False
@@ -272,7 +279,8 @@ class Engine:
                 self._refuse(request, self._cause("never fits", no, tenant))
             else:
                 queue.waits_for = self._cause("stuck", no, tenant)
-                self._kept.setdefault(no.level, queue)
+                if self._keeps:
+                    self._kept.setdefault(no.level, queue)
         except KvallocError as error:
             self._refuse(request, Cause(str(error)))
         return None
@@ -337,13 +345,10 @@ class Engine:
         self._retire(run, "refused")
 
     def _give_up(self) -> None:
-        """Nothing runs or will come: whoever still waits does so for bytes that this engine does not hold."""
+        """Nothing runs or will come: who is first in a queue waits for bytes that are held elsewhere."""
         for queue in self.queues.values():
-            queue.listed = False
-            while queue.requests:
+            if queue.requests:
                 held = Cause("stuck", "what is held outside this engine")
                 self._refuse(queue.requests.popleft(), queue.waits_for or held)
-        self.waiting = 0
-        self._turns.clear()
-        self._asleep.clear()
-        self._kept.clear()
+                self.waiting -= 1
+        self._wake()  # those behind may need less
