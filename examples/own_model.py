@@ -51,7 +51,7 @@ def main() -> None:
     ):
         pass
     assert pool.audit().ok
-    print(f"{engine.steps} steps; cached for later: {pool.cached} bytes")
+    print(f"{engine.steps} steps; cached for later: {kvalloc.format_bytes(pool.cached)}")
 
 
 if __name__ == "__main__":

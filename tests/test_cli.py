@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import runpy
 import signal
 import subprocess
@@ -19,9 +20,10 @@ import kvalloc
 from kvalloc.cli import main
 from kvalloc.cli.live import LiveView, bar, clock
 from kvalloc.cli.report import render
-from kvalloc.cli.summary import seconds, short
-from kvalloc.cli.traffic import choose
+from kvalloc.cli.summary import seconds, short, wrapped
+from kvalloc.cli.traffic import Traffic, choose
 from kvalloc.engine.replay import Replay
+from kvalloc.engine.tenants import TenantPlan
 
 SMALL = ("--device", "2GiB", "--max-tokens", "32768")
 
@@ -239,7 +241,8 @@ def test_report_escapes_names_and_survives_an_empty_run():
         (("--device", "-1"), ""),
         (("--device", "nan"), ""),
         (("--device", "99999999999GiB"), ""),
-        (("--device", "1KiB"), ""),
+        (("--device", "1KiB"), "1024 bytes are too few"),
+        (("--device", "1500kB"), "1.43 MiB are too few"),
         (("--model", "no-such-model"), "no-such-model"),
         (("--model", "no-such.json"), "no-such.json: no such file"),
         (("--dtype", "float7"), "float7"),
@@ -250,7 +253,10 @@ def test_report_escapes_names_and_survives_an_empty_run():
         (("--limit-seconds", "-1"), "--limit-seconds -1"),
         (("--limit-seconds", "nan"), "--limit-seconds nan"),
         (("--rate", "3"), "--rate and --digest-model are for a ServeGen digest"),
-        (("--budget", "100"), "token_budget 100 is below max_rows 256"),
+        (("--budget", "100"), "--budget 100 is below --max-rows 256"),
+        (("--speed", "0"), "--speed 0: a number above 0"),
+        (("--device", "24"), "--device 24: that is 24 bytes; did you mean 24GiB?"),
+        (("--host", "8"), "--host 8: that is 8 bytes; did you mean 8GiB?"),
         (("--json", "no/such/dir/o.json"), "no such directory"),
         (("--report", "no/such/dir/o.html"), "no such directory"),
     ],
@@ -287,6 +293,9 @@ def test_help_and_version(run):
     assert code == 0
     for option in ("--trace", "--tenants-file", "--report", "--step-time"):
         assert option in out
+    words = " ".join(out.replace("│", " ").split())
+    assert "[default: (24GiB for the built-in workload; 128GiB for a trace;" in words
+    assert "[default: (4; ServeGen: its 12 largest clients)]" in words
     assert run("--version")[1] == f"kvalloc {kvalloc.__version__}\n"
     assert run()[0] in (0, 2)
 
@@ -300,6 +309,92 @@ def test_models_and_size(run):
     assert code == 0
     assert "57,344 bytes a token" in out
     assert run("size", "Qwen2.5-7B", "--device", "lots")[0] == 2
+    assert "did you mean 24GiB?" in run("size", "Qwen2.5-7B", "-d", "24")[2]
+    assert "'qwen2.5-7b'" in run("models", "qwen-7b")[2]
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "Gemma-3-27B", "Qwen3-Next-80B-A3B"])
+def test_size_says_what_admission_says(run, model):
+    code, out, _ = run("size", model, "-d", "24GiB")
+    assert code == 0
+    assert "steps of at most 16 tokens" in out
+    told = next(line.split()[-1] for line in out.splitlines() if line.strip().startswith("8,192"))
+    spec = kvalloc.KVSpec.from_hf_config(kvalloc.models.get(model))
+    pool = kvalloc.Pool(spec, "24GiB")
+    tenant, opened = pool.tenant("a"), []
+    while pool.admit(tenant, 10, 8192 - 10):
+        opened.append(pool.open(tenant, [1] * 10, 8192 - 10, admit=True))
+    assert int(told) == len(opened)
+
+
+def test_size_of_larger_steps(run):
+    def sequences(*options: str) -> int:
+        out = run("size", "StarCoder2-3B", "-d", "64GiB", *options)[1]
+        return int(next(line.split()[-1] for line in out.splitlines() if line.strip().startswith("32,768")))
+
+    assert sequences("--step-tokens", "8192") < sequences()
+
+
+def test_a_reserve_that_does_not_fit_names_tenant_file_and_sizes(run, tmp_path):
+    path = tmp_path / "t.toml"
+    path.write_text('[tenants.a]\nreserve = "1GiB"\n[tenants.b]\nreserve = "70%"\n')
+    code, _, err = run("replay", "--tenants-file", str(path), *SMALL)
+    assert code == 2
+    assert f"{path}: tenants.b (reserve = '70%', 2 GiB of device): a reserve of 1.4 GiB does not fit" in err
+    assert not re.search(r"\d{6}", err.replace(str(path), ""))
+
+
+def test_refusals_in_the_summary_have_sizes_for_people(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run("replay", "-d", "100MiB", "--limit-seconds", "40")
+    assert code == 0
+    assert "never fit: up to" in out
+    assert "the limit of shop allows 69.1 MiB" in out
+    assert "the pool allows 98.9 MiB" in out
+    assert "0 steps, host time a step -" in out
+    assert "refused (no error: the exit code is 0)" in out
+    assert " bytes" not in out
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_the_summary_fits_the_terminal(run, monkeypatch, columns, tmp_path):
+    path = tmp_path / "t.toml"
+    path.write_text(
+        "".join(
+            f'[tenants.{name}]\n{more}reserve = "2%"\nlimit = "50%"\n'
+            for name, more in (
+                ("night", ""),
+                ("team-of-rather-long-names", 'parent = "org"\n'),
+                ("org", ""),
+                ("deep", 'parent = "team-of-rather-long-names"\n'),
+            )
+        )
+    )
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, _ = run("replay", "--tenants-file", str(path), "--limit-seconds", "20", *SMALL)
+    assert code == 0
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= columns
+    names = [line.partition("-" * 9)[0][:24].rstrip() for line in lines[2:6]]
+    assert [name[: len(name) - len(name.lstrip())] for name in names] == ["", "", "  ", "    "]
+    assert [name.split()[0][:16] for name in names] == ["night", "org", "team-of-rather-l", "deep"]
+    assert "…" not in re.sub(r"^ *team-of-rather-l\S*…", "", out, flags=re.MULTILINE)  # no number is cut
+    if columns == 80:
+        assert re.search(r"^bounds  reserve \d\d.* MiB limit \d+ MiB each: night,", out, re.MULTILINE)
+        for line in lines[6:]:  # numbers stay with their words
+            assert line.startswith("        ") or line.split()[0] in LABELS
+    else:
+        assert lines[1].split()[-2:] == ["reserve", "limit"]
+
+
+LABELS = {"bounds", "refused", "pool", "time", "ended", "audit", "warning"}
+
+
+def test_wrapped():
+    assert wrapped("x", ["aaaa", "bbbb", "cccc"], 20) == "x       aaaa, bbbb,\n        cccc"
+    assert wrapped("x", ["aaaa", "bbbb", "cccc"], 20, 2) == "x       aaaa, bbbb,\n          cccc"
+    assert wrapped("x", ["a" * 50], 20) == "x       " + "a" * 50
+    assert wrapped("x", [], 20).rstrip() == "x"
 
 
 def test_ctrl_c_ends_with_a_summary_and_130(tmp_path):
@@ -330,6 +425,24 @@ def test_live_view_draws(trace):
     text = console.file.getvalue()
     for word in ("progress", "100%", "pool", "tenant-3", "hit rate", "held", "reserve", "running", "waiting"):
         assert word in text
+
+
+def test_live_view_shows_a_tree_even_of_many_tenants():
+    plans = [TenantPlan("top"), TenantPlan("other", traffic=1.0)]
+    plans += [TenantPlan(f"t{k}", "top", traffic=1.0) for k in range(20)]
+    spec = kvalloc.KVSpec.uniform(layers=28, kv_heads=4, head_dim=128)
+    replay = Replay(spec, "1GiB", plans, max_tokens=8192)
+    shown = []
+    traffic = Traffic(iter(()), plans, "1GiB", total_requests=1)
+    for width in (80, 160):
+        console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+        with LiveView(replay, traffic, console) as view:
+            view.refresh()
+        shown = console.file.getvalue().splitlines()
+        rows = [line for line in shown if "·" in line and line.startswith(("top", "other", "  t"))]
+        assert len(rows) % 16 == 0
+        assert rows[0].startswith("top ")
+        assert rows[1].startswith("  t")
 
 
 def test_bar():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from kvalloc.engine import (
 )
 from kvalloc.engine.meter import MOST_SAMPLES, Meter, quantiles
 from kvalloc.engine.replay import SCHEMA, Replay
-from kvalloc.engine.tenants import TenantPlan, numbered
+from kvalloc.engine.tenants import TenantPlan, TenantsError, numbered
 
 PAGE = 4096  # bytes; 16 tokens of the spec below
 
@@ -84,7 +85,8 @@ def test_e26_never_fits_is_said_at_once_and_the_queue_moves_on():
     engine.step()
     assert log.of("refused") == [big]
     assert "never fits" in big.refused
-    assert str(pool.capacity) in big.refused.replace(",", "")
+    assert (big.cause.by, big.cause.room) == ("pool", pool.capacity)
+    assert f"the pool allows {kvalloc.format_bytes(pool.capacity)}" in big.refused
     assert log.of("admitted") == [next_one]
     assert pool.stats()["hit_tokens"] == 0
     serve(engine, [])
@@ -96,7 +98,7 @@ def test_e26_longer_than_a_row_is_refused_before_the_pool_is_asked():
     engine, log = make_engine(make_pool(200), max_tokens=1024)
     too_long, fits = ask(1, 1000, 25), ask(2, 1000, 24)
     serve(engine, [too_long, fits])
-    assert too_long.refused == "never fits: 1,025 tokens, longest sequence 1,024"
+    assert too_long.refused == "never fits: 1,025 tokens needed, longest sequence 1,024 tokens"
     assert log.of("finished") == [fits]
 
 
@@ -145,7 +147,8 @@ def test_e29_the_only_sequence_that_can_not_grow_fails_with_its_numbers():
     hungry, later = ask(1, 100, 200), ask(2, 50, 20, at=10.0)
     serve(engine, [hungry, later])
     assert hungry.refused.startswith("out of pages: ")
-    assert f"{PAGE:,} bytes" in hungry.refused
+    assert hungry.cause.needed == PAGE
+    assert f"{kvalloc.format_bytes(PAGE)} needed" in hungry.refused
     assert 0 < hungry.produced < 200
     assert log.of("finished") == [later]  # serving goes on
     check(pool)
@@ -199,6 +202,7 @@ def test_e32_what_waits_for_bytes_that_nobody_here_holds_is_told_so():
     serve(engine, [stuck])  # ends, although it can't be served
     assert log.of("refused") == [stuck]
     assert stuck.refused.startswith("stuck: ")
+    assert (stuck.cause.by, stuck.cause.needed) == ("pool", 14 * PAGE)
     batch.remove(holder)
     holder.close()
     again = ask(2, 200, 20)
@@ -478,6 +482,24 @@ def test_prompts_may_be_literal_arrays():
     assert len(log.of("finished")) == 1
 
 
+def test_one_that_waits_for_bytes_held_elsewhere_holds_up_nobody_for_good():
+    """Its room is not kept while nothing runs, and at the end only who is first in a queue is given up."""
+    pool = make_pool(20)
+    holder = pool.open(pool.tenant("outside"), np.arange(100, dtype=np.int32), 0)
+    batch = pool.batch(1, 512)
+    batch.add(holder)
+    assert not batch.step().refused  # 7 pages
+    engine, log = make_engine(pool, "a", "b")
+    stuck, behind = ask(1, 250, 6), ask(2, 30, 2)
+    others = [ask(i, 30, 2, at=i * 0.001, tenant="b") for i in range(3, 9)]
+    serve(engine, [stuck, behind, *others])
+    assert log.of("refused") == [stuck]
+    assert stuck.refused.startswith("stuck: ")
+    assert len(log.of("finished")) == 7
+    assert log.of("finished")[-1] is behind  # who is first in its queue keeps its place until the end
+    assert engine.waiting == 0
+
+
 def test_a_budget_below_the_rows_is_refused():
     with pytest.raises(ValueError, match="token_budget 10 is below max_rows 20"):
         make_engine(make_pool(10), max_rows=20, token_budget=10)
@@ -594,10 +616,65 @@ def test_refusals_are_counted_by_reason():
     run = Replay(small_spec(), 100 * PAGE, [TenantPlan("a", traffic=1.0)], max_tokens=4096)
     result = run.run([ask(1, 4090, 10), ask(2, 4091, 10), ask(3, 10, 1), ask(4, 10, 1, tenant="x")])
     rows = {row["name"]: row for row in result["tenants"]}
-    assert rows["a"]["refused"] == {"never fits: N tokens, longest sequence N": 2}
+    assert rows["a"]["refused"] == {"never fits: longest sequence": 2}
+    assert rows["a"]["refusals"] == [
+        {
+            "what": "never fits",
+            "by": "longest sequence",
+            "requests": 2,
+            "needed": 4101,
+            "room": 4096,
+            "unit": "tokens",
+            "text": "never fit: up to 4,101 tokens needed, longest sequence 4,096 tokens",
+        }
+    ]
     assert rows["x"]["refused"] == {"unknown tenant 'x'": 1}
     assert result["run"]["refused"] == 3
     assert result["run"]["finished"] == 1
+
+
+def test_refusals_tell_a_limit_from_the_pool():
+    plans = [TenantPlan("org", limit=20 * PAGE), TenantPlan("b"), TenantPlan("a", "org")]
+    run = Replay(small_spec(), 100 * PAGE, plans, max_tokens=4096)
+    requests = [ask(1, 400, 8), ask(2, 500, 8), ask(3, 2000, 8, tenant="b"), ask(4, 10, 1)]
+    result = run.run(requests)
+    rows = {row["name"]: row for row in result["tenants"]}
+    assert list(rows) == ["org", "a", "b"]  # as a tree
+    assert [row["depth"] for row in rows.values()] == [0, 1, 0]
+    assert rows["a"]["refused"] == {"never fits: limit of org": 2}
+    assert rows["b"]["refused"] == {"never fits: pool": 1}
+    (group,) = rows["a"]["refusals"]
+    assert (group["needed"], group["room"]) == (32 * PAGE, 20 * PAGE)
+    pages = kvalloc.format_bytes(32 * PAGE), kvalloc.format_bytes(20 * PAGE)
+    assert group["text"] == f"never fit: up to {pages[0]} needed, the limit of org allows {pages[1]}"
+
+
+def test_refusals_tell_the_reserves_of_others():
+    plans = [TenantPlan("org"), TenantPlan("a", "org"), TenantPlan("b", "org", reserve=30 * PAGE)]
+    run = Replay(small_spec(), 100 * PAGE, plans, max_tokens=4096)
+    result = run.run([ask(1, 80 * 16, 8)])
+    rows = {row["name"]: row for row in result["tenants"]}
+    assert rows["a"]["refused"] == {"never fits: pool beside others' reserves": 1}
+
+
+def test_speed_paces_the_run_by_the_clock_on_the_wall():
+    run = Replay(small_spec(), 100 * PAGE, [TenantPlan("a", traffic=1.0)], max_tokens=4096)
+    drawn = []
+    result = run.run(
+        [ask(1, 10, 1), ask(2, 10, 1, at=3.0)], speed=10.0, refresh=lambda: drawn.append(1), every=0.02
+    )
+    assert 0.3 <= result["run"]["host_seconds"] < 3.0
+    assert len(drawn) >= 5
+    assert result["run"]["step_us"]["max"] < 200_000  # the pauses are no part of a step
+
+
+def test_a_tenant_that_can_not_be_says_its_name_and_sizes():
+    with pytest.raises(TenantsError) as caught:
+        Replay(small_spec(), 100 * PAGE, [TenantPlan("a", reserve="60%"), TenantPlan("b", reserve="1GiB")])
+    text = str(caught.value)
+    assert text.startswith("tenants.b (reserve = '1GiB', ")
+    assert "a reserve of 1 GiB does not fit" in text
+    assert not re.search(r"\d{5}", text)
 
 
 def test_waste_is_the_room_in_last_pages():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import kvalloc
 from kvalloc import models
 from kvalloc.errors import InvalidArgument, KvallocError, SpecError
 from kvalloc.sizes import format_bytes, parse_bytes
@@ -852,3 +853,22 @@ class TestBytes:
     )
     def test_written(self, size: int, text: str) -> None:
         assert format_bytes(size) == text
+
+
+def test_a_model_name_for_a_config_is_pointed_to_the_catalogue(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(kvalloc.SpecError, match=r"give kvalloc\.models\.get\('Qwen/Qwen2\.5-7B'\)"):
+        kvalloc.KVSpec.from_hf_config("Qwen/Qwen2.5-7B")
+    with pytest.raises(kvalloc.SpecError) as caught:
+        kvalloc.KVSpec.from_hf_config("no/such/config.json")
+    assert "models" not in str(caught.value)
+
+
+def test_nearest_models_are_of_several_families():
+    near = kvalloc.models.nearest("Llama-8B")
+    assert near[0] == "llama-3.1-8b"
+    assert len({name.split("-")[0] for name in near}) > 1
+    assert kvalloc.models.nearest("gpt-oss")[:2] == ("gpt-oss-20b", "gpt-oss-120b")
+    assert kvalloc.models.nearest("zzz") == ()
+    with pytest.raises(kvalloc.SpecError, match=r"did you mean 'llama-3\.1-8b' or"):
+        kvalloc.models.get("llama-8b")

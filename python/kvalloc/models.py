@@ -16,9 +16,11 @@ from typing import Any, Final
 
 from kvalloc.errors import SpecError
 
-__all__ = ["get", "names"]
+__all__ = ["get", "names", "nearest"]
 
 Config = dict[str, Any]
+
+_WORDS: Final = re.compile(r"[a-z]+|\d+(?:\.\d+)?")
 
 
 def names() -> tuple[str, ...]:
@@ -61,13 +63,53 @@ def get(name: str) -> Config:
     while key not in _MODELS and (shorter := re.sub(r"-(instruct|it|chat|base|hf)$", "", key)) != key:
         key = _ALIASES.get(shorter, shorter)
     if key not in _MODELS:
-        near = difflib.get_close_matches(key, [*_MODELS, *_ALIASES], n=3, cutoff=0.5)
-        listed = " or ".join(map(repr, near))
-        hint = f"did you mean {listed}?" if near else "kvalloc.models.names() lists all."
+        listed = " or ".join(map(repr, nearest(key)))
+        hint = (
+            f"did you mean {listed}?" if listed else "`kvalloc models`, or kvalloc.models.names(), lists all."
+        )
         error = SpecError(f"no model {name!r}: {hint}")
         error.field, error.given = "name", name
         raise error
     return copy.deepcopy(_MODELS[key])
+
+
+def nearest(name: str, count: int = 4) -> tuple[str, ...]:
+    """The models whose names are most like a name, at most two of a family.
+
+    Parameters
+    ----------
+    name : str
+        What somebody wrote.
+    count : int, optional
+        How many at most.
+
+    Returns
+    -------
+    tuple of str
+        The best first; empty if nothing is like it.
+
+    Examples
+    --------
+    >>> kvalloc.models.nearest("Llama-8B")
+    ('llama-3.1-8b', 'llama-2-7b', 'qwen3-8b', 'mixtral-8x7b')
+    """
+    key = re.sub(r"[\s_]+", "-", name.strip().rpartition("/")[2].lower())
+    words = set(_WORDS.findall(key))
+    scored = []
+    for other in _MODELS:
+        theirs = set(_WORDS.findall(other))
+        alike = len(words & theirs) / len(words | theirs)
+        scored.append((difflib.SequenceMatcher(None, key, other).ratio() + alike, other))
+    found: list[str] = []
+    families: dict[str, int] = {}
+    for score, other in sorted(scored, key=lambda pair: (-pair[0], pair[1])):
+        family = re.split(r"[-\d]", other)[0]
+        if score < 0.6 or len(found) == count:
+            break
+        if families.get(family, 0) < 2:
+            families[family] = families.get(family, 0) + 1
+            found.append(other)
+    return tuple(found)
 
 
 def _gqa(

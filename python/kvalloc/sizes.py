@@ -31,6 +31,7 @@ _UNITS: Final = {
 _BINARY: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _LETTER: Final = re.compile(r"([kKmMgGtTpP])(i?)")
 _SIZE: Final = re.compile(r"(\d+(?:_\d+)*(?:\.\d+(?:_\d+)*)?)\s*([A-Za-z]*)", re.ASCII)
+_NUMBER: Final = re.compile(r"(?<![\w.-])(\d{5,})\b(?: bytes)?(?!-)", re.ASCII)
 _EXAMPLES: Final = (
     'Write a whole number of bytes, or a number with a unit, such as "12GiB", "1.5GiB" or "12GB".'
 )
@@ -109,6 +110,27 @@ def format_bytes(size: int) -> str:
     digits = 2 if number < 10 else 1 if number < 100 else 0
     text = f"{number:.{digits}f}"
     return f"{sign}{text.rstrip('0').rstrip('.') if digits else text} {unit}"
+
+
+def spell_bytes(text: str) -> str:
+    """Write the long numbers in a message about bytes as `format_bytes` does.
+
+    Parameters
+    ----------
+    text : str
+        A message whose numbers of five digits and more are bytes, but for those within names.
+
+    Returns
+    -------
+    str
+
+    Examples
+    --------
+    >>> from kvalloc.sizes import spell_bytes
+    >>> spell_bytes("1048576 bytes are too few for job-20240101: at least 1835008 are needed")
+    '1 MiB are too few for job-20240101: at least 1.75 MiB are needed'
+    """
+    return _NUMBER.sub(lambda number: format_bytes(int(number[1])), text)
 
 
 def _parse(text: str) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -16,7 +18,8 @@ import kvalloc
 from kvalloc import models as catalogue
 from kvalloc.engine.clock import StepTime
 from kvalloc.engine.replay import Replay
-from kvalloc.sizes import format_bytes, parse_bytes
+from kvalloc.engine.tenants import TenantsError
+from kvalloc.sizes import format_bytes, parse_bytes, spell_bytes
 
 from .summary import print_summary
 from .traffic import Traffic, choose
@@ -28,6 +31,9 @@ __all__ = ["app", "main"]
 
 DEFAULT_MODEL = "Qwen2.5-7B"
 INTERRUPTED = 130
+SHORT = 10.0  # seconds of real time: too short to see much in the live view
+EVERY = 0.1  # seconds between two pictures of it
+LEAST = 1 << 20  # a number without a unit below this is more likely meant as GiB
 
 app = typer.Typer(
     name="kvalloc",
@@ -76,8 +82,8 @@ Model = Annotated[
     str,
     typer.Option("--model", "-m", metavar="NAME|FILE", help="Model of the catalogue, or a config.json."),
 ]
-PageTokens = Annotated[int, typer.Option("--page-tokens", min=1, help="Tokens a page.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="Type of K and V.")]
+PageTokens = Annotated[int, typer.Option("--page-tokens", metavar="N", min=1, help="Tokens a page.")]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="TYPE", help="Type of K and V.")]
 
 
 @app.command()
@@ -99,7 +105,8 @@ def replay(
             "--device",
             "-d",
             metavar="SIZE",
-            help="Device bytes. [default: 24GiB; 128GiB for a trace, 16GiB for ServeGen]",
+            help="Device bytes.",
+            show_default="24GiB for the built-in workload; 128GiB for a trace; 16GiB for ServeGen",
         ),
     ] = None,
     host: Annotated[str, typer.Option("--host", metavar="SIZE", help="Bytes of the host tier.")] = "0",
@@ -108,7 +115,11 @@ def replay(
     tenants: Annotated[
         int | None,
         typer.Option(
-            "--tenants", "-n", metavar="N", help="Tenants to spread a trace over. [default: 4; ServeGen: 12]"
+            "--tenants",
+            "-n",
+            metavar="N",
+            help='Tenants to spread a trace over, below a node "org" unless N is 1.',
+            show_default="4; ServeGen: its 12 largest clients",
         ),
     ] = None,
     tenants_file: Annotated[
@@ -124,9 +135,12 @@ def replay(
             metavar="NAME=NUMBER,...",
             help="Seconds a step (base), a prompt token (prefill), a decoding row (row); "
             "bytes read a second (bandwidth).",
+            show_default=", ".join(f"{item.name}={item.default:g}" for item in fields(StepTime)),
         ),
     ] = "",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Decides everything that is drawn.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, help="Decides everything that is drawn.")
+    ] = 0,
     limit_requests: Annotated[
         int | None, typer.Option("--limit-requests", metavar="N", min=1, help="Only the first N requests.")
     ] = None,
@@ -135,24 +149,42 @@ def replay(
         typer.Option(
             "--limit-seconds",
             metavar="S",
-            help="Only what arrives in the first S seconds. [default: all; built-in 300; ServeGen 600]",
+            help="Only what arrives in the first S seconds.",
+            show_default="all of a trace; 300 of the built-in workload; 600 of ServeGen",
         ),
     ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
-            "--rate", metavar="R", help="Requests a second at the start, for ServeGen. [default: 10]"
+            "--rate",
+            metavar="R",
+            help="Requests a second at the start, for ServeGen.",
+            show_default="10",
         ),
     ] = None,
     digest_model: Annotated[
-        str | None, typer.Option("--digest-model", metavar="NAME", help="Whose clients, for ServeGen.")
+        str | None,
+        typer.Option(
+            "--digest-model", metavar="NAME", help="Whose clients, for ServeGen.", show_default="the first"
+        ),
     ] = None,
-    budget: Annotated[int, typer.Option("--budget", min=1, help="Most tokens in a step.")] = 8192,
+    speed: Annotated[
+        float | None,
+        typer.Option(
+            "--speed",
+            metavar="X",
+            help="At most X times as fast as real time, to watch it.",
+            show_default="as fast as possible",
+        ),
+    ] = None,
+    budget: Annotated[
+        int, typer.Option("--budget", metavar="N", min=1, help="Most tokens in a step.")
+    ] = 8192,
     max_rows: Annotated[
-        int, typer.Option("--max-rows", min=1, help="Most sequences that run at once.")
+        int, typer.Option("--max-rows", metavar="N", min=1, help="Most sequences that run at once.")
     ] = 256,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=2, help="Longest sequence, prompt and reply.")
+        int, typer.Option("--max-tokens", metavar="N", min=2, help="Longest sequence, prompt and reply.")
     ] = 131_072,
     json_file: Annotated[
         Path | None,
@@ -175,27 +207,42 @@ def replay(
     for file in (json_file, report):  # find out now, not after the run
         if file is not None and str(file) != "-" and not file.parent.is_dir():
             fail(f"{file}: no such directory")
+    if budget < max_rows:
+        fail(
+            f"--budget {budget} is below --max-rows {max_rows}: each row decodes a token in a step. "
+            f"Give --budget {max_rows} or more, or --max-rows {budget} or less"
+        )
+    if speed is not None and not 0.0 < speed < float("inf"):
+        fail(f"--speed {speed:g}: a number above 0 is needed")
     traffic = choose(trace, tenants, tenants_file, seed, limit_requests, limit_seconds, rate, digest_model)
-    run = Replay(
-        spec_of(model, page_tokens, dtype),
-        parse_bytes(device or traffic.device),
-        traffic.plans,
-        host_bytes=parse_bytes(host),
-        step_time=StepTime.parse(step_time),
-        max_rows=max_rows,
-        token_budget=budget,
-        max_tokens=max_tokens,
-        seed=seed,
-    )
+    device_bytes, host_bytes = size_of("--device", device or traffic.device), size_of("--host", host)
+    spec, costs = spec_of(model, page_tokens, dtype), StepTime.parse(step_time)
+    try:
+        run = Replay(
+            spec,
+            device_bytes,
+            traffic.plans,
+            host_bytes=host_bytes,
+            step_time=costs,
+            max_rows=max_rows,
+            token_budget=budget,
+            max_tokens=max_tokens,
+            seed=seed,
+        )
+    except TenantsError as error:
+        fail(f"{tenants_file}: {error}" if tenants_file else str(error))
+    except kvalloc.KvallocError as error:
+        fail(spell_bytes(str(error)))
     settings = {
         "trace": str(trace) if trace else "built-in",
         "model": model,
         "dtype": dtype,
-        "device_bytes": parse_bytes(device or traffic.device),
-        "host_bytes": parse_bytes(host),
+        "device_bytes": device_bytes,
+        "host_bytes": host_bytes,
         "page_tokens": page_tokens,
         "step_time": {name: getattr(run.step_time, name) for name in ("base", "prefill", "row", "bandwidth")},
         "seed": seed,
+        "speed": speed,
         "limit_requests": limit_requests,
         "limit_seconds": limit_seconds,
         "budget": budget,
@@ -205,9 +252,13 @@ def replay(
     }
     # A summary must not mix with JSON on standard output.
     console = Console(stderr=str(json_file) == "-")
-    result = _serve(run, traffic, settings, console if live and not quiet else None)
+    watched = console if live and not quiet and console.is_terminal else None
+    result = _serve(run, traffic, settings, speed, watched)
     if not quiet:
         print_summary(result, console)
+    if watched and speed is None and result["run"]["host_seconds"] < SHORT and not result["interrupted"]:
+        pace = max(2.0, round(result["run"]["virtual_seconds"] / 30))
+        console.print(f"Too fast to watch? --speed {pace:g} takes about half a minute.", style="dim")
     if json_file is not None:
         text = json.dumps(result, separators=(",", ":"))
         if str(json_file) == "-":
@@ -227,7 +278,7 @@ def replay(
 
 
 def _serve(
-    run: Replay, traffic: Traffic, settings: dict[str, Any], console: Console | None
+    run: Replay, traffic: Traffic, settings: dict[str, Any], speed: float | None, console: Console | None
 ) -> dict[str, Any]:
     """Run, with a live view on a terminal. The first Ctrl-C ends it in good order, the second at once."""
 
@@ -237,12 +288,14 @@ def _serve(
 
     before = signal.signal(signal.SIGINT, stop)
     try:
-        if console is None or not console.is_terminal:
-            return run.run(traffic.requests, settings=settings)
+        if console is None:
+            return run.run(traffic.requests, speed=speed, settings=settings)
         from .live import LiveView
 
         with LiveView(run, traffic, console) as view:
-            return run.run(traffic.requests, refresh=view.refresh, settings=settings)
+            return run.run(
+                traffic.requests, refresh=view.refresh, every=EVERY, speed=speed, settings=settings
+            )
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -258,7 +311,11 @@ def models(
         table.add_column(name, justify="right")
     shown = [name for name in catalogue.names() if find.lower() in name.lower()]
     if not shown:
-        fail(f"no model with {find!r} in its name")
+        near = " or ".join(map(repr, catalogue.nearest(find)))
+        fail(
+            f"no model with {find!r} in its name; "
+            + (f"did you mean {near}?" if near else "`kvalloc models` lists all")
+        )
     for name in shown:
         spec = spec_of(name, 16, "bfloat16")
         table.add_row(
@@ -278,20 +335,63 @@ def size(
     device: Annotated[str, typer.Option("--device", "-d", metavar="SIZE", help="Device bytes.")] = "24GiB",
     page_tokens: PageTokens = 16,
     dtype: Dtype = "bfloat16",
+    step_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--step-tokens",
+            metavar="N",
+            min=1,
+            help="Most tokens that a step adds to a sequence: windows hold those too.",
+            show_default="a page, as admission reckons",
+        ),
+    ] = None,
 ) -> None:
-    """Say how many sequences of some lengths fit into a device."""
-    spec, room = spec_of(model, page_tokens, dtype), parse_bytes(device)
+    """Say how many sequences of some lengths fit into a device at the same time."""
+    spec, room, step = (
+        spec_of(model, page_tokens, dtype),
+        size_of("--device", device),
+        step_tokens or page_tokens,
+    )
+    try:
+        arena = spec.arena(room)
+    except kvalloc.KvallocError as error:
+        fail(f"--device {device}: {spell_bytes(str(error))}")
+    usable = arena.bytes - arena.reserved
     table = Table(box=None, pad_edge=False)
-    for name in ("tokens", "bytes a sequence", "sequences"):
+    for name in ("tokens", "most bytes a sequence", "sequences"):
         table.add_column(name, justify="right")
     for tokens in (1024, 4096, 8192, 32_768, 131_072):
-        need = spec.bytes_for(tokens)
-        table.add_row(f"{tokens:,}", format_bytes(need), f"{room // need:,}")
+        need, fit = spec.peak_bytes(tokens, step), spec.sequences_in(usable, tokens, step)
+        table.add_row(f"{tokens:,}", format_bytes(need), f"{fit:,}")
     console = Console()
-    console.print(
-        f"{model}: {spec.bytes_per_token:,} bytes a token, pages of {page_tokens}, {format_bytes(room)}"
-    )
+    about = [
+        f"{model}: {spec.bytes_per_token:,} bytes a token",
+        f"pages of {page_tokens} tokens",
+        f"{format_bytes(usable)} usable of {format_bytes(room)}",
+        f"steps of at most {step} tokens a sequence",
+    ]
+    print_wrapped(about, console)
     console.print(table)
+
+
+def print_wrapped(items: list[str], console: Console) -> None:
+    """Print items after one another, in lines that break between them."""
+    line = ""
+    for i, item in enumerate(items):
+        text = item + ("," if i + 1 < len(items) else "")
+        if line and len(line) + 1 + len(text) > console.width:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            line = ""
+        line = f"{line} {text}" if line else text
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def size_of(option: str, size: str) -> int:
+    """Return the bytes of a size option; a small number without a unit is taken for a slip."""
+    count = parse_bytes(size)
+    if 0 < count < LEAST and re.fullmatch(r"[\d_\s]+", size):
+        fail(f"{option} {size}: that is {count:,} bytes; did you mean {size.strip()}GiB?")
+    return count
 
 
 def spec_of(model: str, page_tokens: int, dtype: str) -> kvalloc.KVSpec:

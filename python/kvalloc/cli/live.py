@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvalloc.engine.replay import Replay
+    from kvalloc.engine.rows import Queue
 
     from .traffic import Traffic
 
 __all__ = ["LiveView", "bar"]
 
 MOST_ROWS = 16
+MOST_NAME = 24  # characters
+NUMBERS = 36  # columns that the numbers beside a bar take
 HELD, CACHED, PINNED, PROMISED = "bright_blue", "cyan", "magenta", "grey42"
 
 
@@ -85,7 +88,7 @@ class LiveView:
         self.live.update(Group(self._head(), self._tenants(), self._legend()), refresh=True)
 
     def _head(self) -> Text:
-        run, width = self.replay, min(40, max(10, self.console.width - 70))
+        run, width = self.replay, min(48, max(10, self.console.width - 64))
         engine, seconds, arrived = run.engine, run.clock.now(), 0
         hit = prompt = 0
         for counts in run.meter.tenants.values():
@@ -110,14 +113,16 @@ class LiveView:
             f"free {format_bytes(pool.free)}\n",
             f"hit rate {hit / prompt if prompt else 0:.1%}, {len(engine.rows)} running, ",
             f"{engine.waiting} waiting, ",
-            f"{engine.steps:,} steps, {run.host_ns / 1e3 / max(1, engine.steps):.0f} us a step",
+            f"{engine.steps:,} steps, {run.busy_ns / 1e3 / max(1, engine.steps):.0f} us a step",
             no_wrap=True,
             overflow="ellipsis",
         )
 
     def _tenants(self) -> Table:
-        run, width = self.replay, min(48, max(12, self.console.width - 66))
-        queues = list(run.engine.queues.values())
+        run, queues = self.replay, self._most_used(list(self.replay.engine.queues.values()))
+        names = {queue.name: "  " * (len(queue.levels) - 2) + queue.name for queue in queues}
+        longest = min(MOST_NAME, max(map(len, names.values()), default=6))
+        width = min(48, max(12, self.console.width - longest - NUMBERS))
         full = max(
             1,
             max(
@@ -127,12 +132,10 @@ class LiveView:
             max((q.tenant.held + q.tenant.pinned + q.tenant.cached for q in queues), default=1),
         )
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("tenant", max_width=16, no_wrap=True, overflow="ellipsis")
+        table.add_column("tenant", max_width=MOST_NAME, no_wrap=True, overflow="ellipsis")
         table.add_column(f"0 to {format_bytes(full)}", width=width, no_wrap=True)
         for name in ("held", "cached", "hits", "run", "wait"):
             table.add_column(name, justify="right", no_wrap=True)
-        if len(queues) > MOST_ROWS:
-            queues = sorted(queues, key=lambda q: -(q.tenant.held + q.tenant.cached))[:MOST_ROWS]
         for queue in queues:
             tenant, counts = queue.tenant, run.counts(queue.name)
             parts = [
@@ -143,7 +146,7 @@ class LiveView:
             ]
             hits = f"{counts.cached_tokens / counts.prompt_tokens:.0%}" if counts.prompt_tokens else ""
             table.add_row(
-                queue.name,
+                Text(names[queue.name]),
                 bar(width, full, parts, tenant.reserve, tenant.limit),
                 format_bytes(tenant.held),
                 format_bytes(tenant.cached),
@@ -152,6 +155,17 @@ class LiveView:
                 Text(str(len(queue.requests)), style="yellow" if queue.requests else ""),
             )
         return table
+
+    def _most_used(self, queues: list[Queue]) -> list[Queue]:
+        """Return those that use most and the nodes above them, as many as there is room for, as a tree."""
+        if len(queues) <= MOST_ROWS:
+            return queues
+        by_name, shown = {queue.name: queue for queue in queues}, set[str]()
+        for queue in sorted(queues, key=lambda q: -(q.tenant.held + q.tenant.cached)):
+            line = {name for name in queue.levels if name is not None and name in by_name}
+            if len(shown | line) <= MOST_ROWS:
+                shown |= line
+        return [queue for queue in queues if queue.name in shown]
 
     def _legend(self) -> Text:
         return Text.assemble(

@@ -33,17 +33,18 @@ MOST_COLOURS = 10
 GIB = 2.0**30
 INK, GREY, RESERVE, LIMIT = "#1f2933", "#9aa5b1", "#2f855a", "#c53030"
 HELD, CACHED, PINNED, FREE = "#2b6cb0", "#90cdf4", "#805ad5", "#edf2f7"
+# None is like a colour above: a tenant's blue would read as "held".
 COLOURS = [
-    "#2b6cb0",
     "#dd6b20",
-    "#2f855a",
+    "#68a357",
     "#b83280",
-    "#6b46c1",
     "#b7791f",
-    "#0987a0",
+    "#0f8b8d",
     "#9b2c2c",
     "#4a5568",
-    "#718096",
+    "#d69eb0",
+    "#7b5b3a",
+    "#a0aec0",
 ]
 STYLE: Any = {
     "svg.fonttype": "none",
@@ -73,10 +74,11 @@ h2 { font-size: 1.2em; margin: 2em 0 .3em }
 p { margin: .4em 0; color: #3e4c59; max-width: 75ch }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6em 0; font-size: .9em }
 th, td { padding: .25em .45em; text-align: right; border-bottom: 1px solid #e4e7eb; white-space: nowrap }
-th { font-weight: 600; color: #52606d }
+th { font-weight: 600; color: #52606d; vertical-align: bottom }
+table.wide th { white-space: normal }
+table.wide td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 5em }
 th:first-child, td:first-child { text-align: left }
 td.text, th.text { text-align: left; white-space: normal }
-td.child { padding-left: 1.6em }
 .cards { display: flex; flex-wrap: wrap; gap: .8em; margin: 1.2em 0 }
 .card { border: 1px solid #e4e7eb; border-radius: 6px; padding: .5em 1em; min-width: 8.2em }
 .card b { display: block; font-size: 1.35em }
@@ -86,6 +88,10 @@ td.child { padding-left: 1.6em }
 .scroll { overflow-x: auto }
 svg { max-width: 100%; height: auto }
 footer { color: #7b8794; font-size: .85em; margin: 3em 0 1em }
+@media (max-width: 1000px) {
+  table.wide { font-size: .72em }
+  table.wide th, table.wide td { padding: .25em .2em }
+}
 """
 
 
@@ -140,16 +146,20 @@ def _page(result: dict[str, Any]) -> Sequence[str]:
 
 
 def _by_use(result: dict[str, Any]) -> list[str]:
-    """Return the tenants that were charged or sent anything, most used first."""
+    """Return the tenants that were charged or sent anything, most used first.
+
+    The first ones have plots and colours; wherever several are listed, they stand in the order of the tree.
+    """
     series = result["series"]["tenants"]
     use = {name: sum(one["held"]) + sum(one["cached"]) for name, one in series.items()}
     asked = {row["name"]: row["requests"] for row in result["tenants"]}
     return [name for name in sorted(use, key=lambda name: -use[name]) if use[name] or asked.get(name)]
 
 
-def _colours(names: list[str]) -> dict[str, str]:
-    """Return a colour for the first names, the same in every plot."""
-    return dict(zip(names, COLOURS[:-1], strict=False))
+def _colours(result: dict[str, Any], names: list[str]) -> dict[str, str]:
+    """Return a colour for the first names, the same in every plot, in the order of the legends."""
+    rows = [row["name"] for row in result["tenants"]]
+    return dict(zip(sorted(names[: MOST_COLOURS - 1], key=rows.index), COLOURS[:-1], strict=False))
 
 
 def _cards(result: dict[str, Any]) -> str:
@@ -202,21 +212,21 @@ def _table(result: dict[str, Any]) -> str:
                 f"{row['waste']:.2%}",
             ]
         cells += [""] * (len(head) - 1 - len(cells))
-        indent = ' class="child"' if row["parent"] else ""
+        indent = f' style="padding-left: {0.3 + 1.1 * row["depth"]:.1f}em"' if row["depth"] else ""
         lines.append(
             f"<tr><td{indent}>{html.escape(row['name'])}</td>"
             + "".join(f"<td>{cell}</td>" for cell in cells)
             + "</tr>"
         )
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+    return f'<div class="scroll"><table class="wide">{"".join(lines)}</table></div>'
 
 
 def _refusals(result: dict[str, Any]) -> str:
     lines = [
-        f"<tr><td>{html.escape(row['name'])}</td><td>{count:,}</td>"
-        f'<td class="text">{html.escape(reason)}</td></tr>'
+        f"<tr><td>{html.escape(row['name'])}</td><td>{group['requests']:,}</td>"
+        f'<td class="text">{html.escape(group["text"])}</td></tr>'
         for row in result["tenants"]
-        for reason, count in row["refused"].items()
+        for group in row["refusals"]
     ]
     if not lines:
         return ""
@@ -295,17 +305,19 @@ def _subtree(result: dict[str, Any], root: str) -> list[str]:
 
 def _pool(result: dict[str, Any], names: list[str]) -> str:
     series, times = result["series"], _times(result)
-    shown = names[: MOST_COLOURS - 1]
+    # From the bottom up, so that the legend, which goes from the top down, has the order of the other plots.
+    colours_of = _colours(result, names)
+    shown = list(colours_of)[::-1]
     pool = {what: np.array(values) / GIB for what, values in series["pool"].items()}
     held = [
         (np.array(series["tenants"][n]["held"]) + np.array(series["tenants"][n]["pinned"])) / GIB
         for n in shown
     ]
-    labels, colours = [f"{name}, held" for name in shown], [_colours(names)[name] for name in shown]
+    labels, colours = [f"{name}, held" for name in shown], [colours_of[name] for name in shown]
     rest = pool["held"] + pool["pinned"] - np.sum(held, axis=0)
     if len(names) > len(shown):
-        held.append(np.maximum(rest, 0.0))
-        labels, colours = [*labels, "others, held"], [*colours, COLOURS[-1]]
+        held.insert(0, np.maximum(rest, 0.0))
+        labels, colours = ["others, held", *labels], [COLOURS[-1], *colours]
     figure = Figure(figsize=(10.4, 3.4), layout="constrained")
     ax = figure.subplots()
     ax.stackplot(
@@ -336,14 +348,15 @@ def _hits(result: dict[str, Any], names: list[str]) -> str:
         prompt_all += one["prompt_tokens"]
         cached_all += one["cached_tokens"]
     asked = {row["name"] for row in result["tenants"] if row["prompt_tokens"]}
-    for name, colour in _colours(names).items():
+    for name, colour in _colours(result, names).items():
         if name not in asked:
             continue
         one = series["tenants"][name]
         rate = _moving(np.array(one["prompt_tokens"], float), np.array(one["cached_tokens"], float), span)
         ax.plot(times, rate, color=colour, linewidth=1.3, label=name)
     ax.plot(times, _moving(prompt_all, cached_all, span), color=INK, linewidth=2.2, label="all")
-    ax.set_ylim(0, 1)
+    ax.set_ylim(-0.03, 1.03)  # lines at 0 % and 100 % are seen
+    ax.set_yticks(np.linspace(0, 1, 6))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     _time_axis(ax, times)
     figure.legend(loc="outside right upper")
@@ -366,7 +379,7 @@ def _waiting(result: dict[str, Any], names: list[str]) -> str:
     figure = Figure(figsize=(10.4, 3.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     asked = {row["name"]: row for row in result["tenants"] if row["requests"]}
-    colours = _colours(names)
+    colours = _colours(result, names)
     shown = [name for name in colours if name in asked]
     for name in shown:
         left.step(
@@ -378,7 +391,7 @@ def _waiting(result: dict[str, Any], names: list[str]) -> str:
             label=name,
         )
     left.set_title("requests that wait")
-    left.set_ylim(bottom=0)
+    left.set_ylim(bottom=-0.03 * left.get_ylim()[1])
     left.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     _time_axis(left, times)
     places = np.arange(len(shown))
@@ -392,7 +405,7 @@ def _waiting(result: dict[str, Any], names: list[str]) -> str:
     right.margins(x=0.22)
     right.set_title("time waited")
     right.set_xlabel("seconds")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=min(9, len(shown)))
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=min(5, len(shown)))
     return _svg(figure)
 
 

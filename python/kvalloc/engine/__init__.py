@@ -5,7 +5,7 @@ and `workload` give requests; `tenants` says who sends them; `replay` puts all o
 """
 
 from .clock import Clock, ClockModel, StepTime, VirtualClock, WallClock
-from .request import Blocks, Literal, Prompt, Request, Text
+from .request import Blocks, Cause, Literal, Prompt, Request, Text
 from .rows import Queue, Rows, Running
 from .scheduler import Engine, Model
 from .tenants import TenantPlan, TenantsError, read_tenants
@@ -14,6 +14,7 @@ from .workload import builtin_tenants, builtin_workload
 
 __all__ = [
     "Blocks",
+    "Cause",
     "Clock",
     "ClockModel",
     "Engine",

@@ -7,13 +7,13 @@ any length costs the same.
 
 from __future__ import annotations
 
-import re
 from array import array
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from .request import Cause
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .request import Request
     from .scheduler import Engine
 
-__all__ = ["Meter", "TenantCounts", "quantiles"]
+__all__ = ["Meter", "Refusals", "TenantCounts", "quantiles"]
 
 MOST_SAMPLES = 1024
 FIELDS = (
@@ -38,7 +38,20 @@ FIELDS = (
     "waste",
 )
 POOL_FIELDS = ("free", "held", "cached", "pinned")
-_DIGITS = re.compile(r"\d[\d,._]*")
+
+
+@dataclass(slots=True)
+class Refusals:
+    """Requests that were refused for causes of one kind: how many, the largest need, the least room."""
+
+    count: int
+    cause: Cause
+
+    def add(self, cause: Cause) -> None:
+        """Count one more."""
+        known, self.count = self.cause, self.count + 1
+        needed, room = max(known.needed, cause.needed), min(known.room, cause.room)
+        self.cause = Cause(known.what, known.by, needed, room, known.unit)
 
 
 @dataclass(slots=True)
@@ -52,7 +65,7 @@ class TenantCounts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
+    refusals: dict[str, Refusals] = field(default_factory=dict)  # by kind
     waits: array[float] = field(default_factory=lambda: array("d"))
     first_tokens: array[float] = field(default_factory=lambda: array("d"))
 
@@ -103,7 +116,11 @@ class Meter:
             counts.cached_tokens += request.cached
             counts.waits.append(request.admitted - request.arrival)
         elif event == "refused":
-            counts.refused[_DIGITS.sub("N", request.refused)] += 1
+            cause = request.cause or Cause("unknown")
+            if cause.kind in counts.refusals:
+                counts.refusals[cause.kind].add(cause)
+            else:
+                counts.refusals[cause.kind] = Refusals(1, cause)
         else:
             counts.finished += event == "finished"
             counts.aborted += event == "aborted"

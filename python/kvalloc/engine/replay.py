@@ -21,17 +21,19 @@ The result is a dict of plain values, what ``kvalloc replay --json`` writes:
     ``aborted``, ``waiting`` and ``running`` at the end, ``idle_while_waiting_s`` (seconds in which somebody
     waited and nothing ran: 0 if all is well), ``oldest_wait_s``, ``step_us`` (host time per step, all of
     Python and the pool) and ``core_us`` (``Batch.step`` and ``Batch.commit`` alone), each with ``mean``,
-    ``p50``, ``p99``, ``max``.
+    ``p50``, ``p99``, ``max``, all 0 if there were no steps. With a `speed`, ``host_seconds`` has the pauses.
 ``pool``
     Bytes: ``capacity``, ``peak_held``, ``peak_charged``, and at the end ``free``, ``held``, ``cached``,
     ``pinned``. Shares: ``hit_rate`` (of prompt tokens), ``waste`` (room in last pages without a token, of
     held bytes, mean over time), ``fragmentation`` (bytes that are free but in extents of another class, of
     free bytes). ``evictions``: cached pages that were taken back. ``stats``: the pool's own counters.
 ``tenants``
-    A list: ``name``, ``parent``, ``reserve``, ``limit`` (null: none), ``weight``, ``requests``,
-    ``finished``, ``refused`` (reason to count; numbers in reasons read N), ``prompt_tokens``,
-    ``cached_tokens``, ``generated_tokens``, ``hit_rate``, ``wait_s`` and ``first_token_s`` (``mean``,
-    ``p50``, ``p99``, ``max``), ``waste``, ``held``, ``cached``, ``pinned``.
+    A list, each tenant before those below it: ``name``, ``parent``, ``depth`` (0 at the top), ``reserve``,
+    ``limit`` (null: none), ``weight``, ``requests``, ``finished``, ``refused`` (kind to count, such as
+    ``{"never fits: limit of shop": 98, "never fits: pool": 2}``), ``refusals`` (the same with numbers:
+    ``what``, ``by``, ``requests``, the largest ``needed``, the least ``room``, their ``unit``, ``text``),
+    ``prompt_tokens``, ``cached_tokens``, ``generated_tokens``, ``hit_rate``, ``wait_s`` and
+    ``first_token_s`` (``mean``, ``p50``, ``p99``, ``max``), ``waste``, ``held``, ``cached``, ``pinned``.
 ``audit``
     ``ok`` and ``problems``, what `Pool.audit` said at the end.
 ``series``
@@ -42,7 +44,7 @@ The result is a dict of plain values, what ``kvalloc replay --json`` writes:
 from __future__ import annotations
 
 from array import array
-from time import perf_counter_ns
+from time import perf_counter_ns, sleep
 from typing import TYPE_CHECKING, Any
 
 from kvalloc import Pool
@@ -50,7 +52,7 @@ from kvalloc import Pool
 from .clock import ClockModel, StepTime, VirtualClock
 from .meter import Meter, TenantCounts, quantiles
 from .scheduler import Engine
-from .tenants import TenantPlan, assign, create
+from .tenants import TenantPlan, assign, create, depth_first
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -74,7 +76,7 @@ class Replay:
     device_bytes, host_bytes : int or str
         Sizes of the tiers.
     plans : list of TenantPlan
-        The tenants; parents first.
+        The tenants, in any order.
     step_time : StepTime, optional
         How long steps take.
     max_rows, token_budget, max_tokens : int
@@ -96,10 +98,10 @@ class Replay:
         max_tokens: int = 131_072,
         seed: int = 0,
     ) -> None:
-        self.spec, self.plans, self.seed = spec, plans, seed
+        self.spec, self.plans, self.seed = spec, depth_first(plans), seed
         # The secret is set so that a replay repeats exactly: which pages collide in the index depends on it.
         self.pool = Pool(spec, device_bytes, host_bytes, secret=bytes(16), clock="manual")
-        self.tenants = create(self.pool, plans)
+        self.tenants = create(self.pool, self.plans)
         self.clock = VirtualClock()
         groups = kv_bytes(spec)
         self.step_time = step_time or StepTime()
@@ -114,7 +116,8 @@ class Replay:
             max_tokens=max_tokens,
             listener=self.meter.note,
         )
-        self.host_ns = 0
+        self.host_ns = 0  # since the run began
+        self.busy_ns = 0  # of it in steps
         self.interrupted = False
         self._step_ns: array[int] = array("q")
         self._core_ns: array[int] = array("q")
@@ -125,6 +128,7 @@ class Replay:
         *,
         refresh: Callable[[], None] | None = None,
         every: float = 0.25,
+        speed: float | None = None,
         settings: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Serve all requests and return what was measured.
@@ -135,6 +139,8 @@ class Replay:
             In order of arrival. Those without a tenant are given one.
         refresh : callable, optional
             Called about every `every` seconds of real time, for a live view. `stop` may be called from it.
+        speed : float, optional
+            How many times as fast as real time to go at most. Default: no pauses.
         settings : dict, optional
             Goes into the result as it is.
         """
@@ -142,10 +148,16 @@ class Replay:
         began = last = perf_counter_ns()
         pause = int(every * 1e9)
         due = began + pause
+        steps = 0
         for now in engine.run(assign(requests, self.plans, self.seed)):
             time = perf_counter_ns()
-            self._step_ns.append(time - last)
-            self._core_ns.append(engine.core_ns)
+            if (
+                engine.steps > steps
+            ):  # else nothing ran: everybody waits, or the next request is still to come
+                self._step_ns.append(time - last)
+                self.busy_ns += time - last
+                self._core_ns.append(engine.core_ns)
+                steps = engine.steps
             last = time
             if now >= meter.next:
                 meter.sample(now, engine)
@@ -156,11 +168,25 @@ class Replay:
                     refresh()
                 last = perf_counter_ns()
                 due = last + pause
+            if speed is not None:
+                self._pace(began, now / speed, refresh, every)
+                last = perf_counter_ns()
             if self.interrupted:
                 break
         meter.sample(self.clock.now(), engine)
         self.host_ns = perf_counter_ns() - began
         return self.result(settings or {})
+
+    def _pace(self, began: int, until: float, refresh: Callable[[], None] | None, every: float) -> None:
+        """Wait until so many seconds have passed since `began`; go on drawing meanwhile."""
+        while not self.interrupted:
+            self.host_ns = perf_counter_ns() - began
+            left = until - self.host_ns / 1e9
+            if left <= 0.0:
+                return
+            sleep(min(left, max(0.01, every)))
+            if refresh is not None and left > every:
+                refresh()
 
     def stop(self) -> None:
         """End the run after the current step; safe to call from a signal handler."""
@@ -174,7 +200,12 @@ class Replay:
         """Return what was measured up to now."""
         pool, engine, meter = self.pool, self.engine, self.meter
         waste, waste_of = meter.mean_waste()
-        rows = [self._tenant(plan, float(waste_of[i])) for i, plan in enumerate(self.plans)]
+        depths: dict[str | None, int] = {None: -1}
+        for plan in self.plans:
+            depths[plan.name] = depths[plan.parent] + 1
+        rows = [
+            self._tenant(plan, float(waste_of[i]), depths[plan.name]) for i, plan in enumerate(self.plans)
+        ]
         unknown = [name for name in meter.tenants if name not in self.tenants]  # whose requests were refused
         rows += [self._tenant(TenantPlan(name), 0.0) for name in unknown]
         total = {
@@ -223,17 +254,30 @@ class Replay:
             "series": meter.series(list(engine.queues)),
         }
 
-    def _tenant(self, plan: TenantPlan, waste: float) -> dict[str, Any]:
+    def _tenant(self, plan: TenantPlan, waste: float, depth: int = 0) -> dict[str, Any]:
         counts, tenant = self.counts(plan.name), self.tenants.get(plan.name)
         return {
             "name": plan.name,
             "parent": plan.parent,
+            "depth": depth,
             "reserve": tenant.reserve if tenant else 0,
             "limit": tenant.limit if tenant else None,
             "weight": tenant.weight if tenant else 0,
             "requests": counts.arrived,
             "finished": counts.finished,
-            "refused": dict(counts.refused),
+            "refused": {kind: group.count for kind, group in counts.refusals.items()},
+            "refusals": [
+                {
+                    "what": group.cause.what,
+                    "by": group.cause.by,
+                    "requests": group.count,
+                    "needed": group.cause.needed,
+                    "room": group.cause.room,
+                    "unit": group.cause.unit,
+                    "text": group.cause.text(many=group.count > 1),
+                }
+                for group in counts.refusals.values()
+            ],
             "prompt_tokens": counts.prompt_tokens,
             "cached_tokens": counts.cached_tokens,
             "generated_tokens": counts.generated_tokens,

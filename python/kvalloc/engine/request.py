@@ -14,7 +14,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Blocks", "Literal", "Prompt", "Request", "Text", "reply_tokens"]
+from kvalloc.sizes import format_bytes
+
+__all__ = ["Blocks", "Cause", "Literal", "Prompt", "Request", "Text", "reply_tokens"]
 
 Int32 = NDArray[np.int32]
 
@@ -138,6 +140,53 @@ def reply_tokens(texts: Int32, positions: Int32) -> Int32:
     return out.view(np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a request was refused, or waits. As a string, a sentence for people.
+
+    Parameters
+    ----------
+    what : str
+        "never fits", "stuck", "out of pages", "unknown tenant", or what an error said.
+    by : str
+        What is in the way: "pool", "limit of NAME", either of them "beside others' reserves", "longest
+        sequence", or nothing.
+    needed, room : int
+        What it needs and what there is, or for "never fits" can ever be; 0 and 0: not known.
+    unit : {"bytes", "tokens"}
+        What they count.
+    """
+
+    what: str
+    by: str = ""
+    needed: int = 0
+    room: int = 0
+    unit: str = "bytes"
+
+    @property
+    def kind(self) -> str:
+        """What is in the way, without numbers: causes of one kind are counted together."""
+        return f"{self.what}: {self.by}" if self.by else self.what
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, many: bool = False) -> str:
+        """Return the sentence; `many` says that `needed` is the largest of several."""
+        if not self.needed:
+            return self.kind
+        size = format_bytes if self.unit == "bytes" else "{:,} tokens".format
+        what, room = self.what, size(self.room)
+        if many and what == "never fits":
+            what = "never fit"
+        need = f"up to {size(self.needed)} needed" if many else f"{size(self.needed)} needed"
+        if self.what == "never fits":
+            there = f"{self.by} {room}" if self.unit == "tokens" else f"the {self.by} allows {room}"
+        else:
+            there = f"the {self.by} leaves {room}"
+        return f"{what}: {need}, {there}"
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request of one tenant.
@@ -174,4 +223,9 @@ class Request:
     finished: float = -1.0
     cached: int = 0
     produced: int = 0
-    refused: str = ""
+    cause: Cause | None = None  # why it was refused
+
+    @property
+    def refused(self) -> str:
+        """Why it was refused, "" if it was not."""
+        return "" if self.cause is None else str(self.cause)

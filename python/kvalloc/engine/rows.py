@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from kvalloc import Batch, Sequence, Tenant
 
-    from .request import Int32, Request
+    from .request import Cause, Int32, Request
 
 __all__ = ["Queue", "Rows", "Running"]
 
@@ -39,7 +39,7 @@ class Queue:
     served: float = 0.0  # virtual time: tokens granted / weight
     running: int = 0
     listed: bool = False  # stands among those to look at, or among those that wait
-    waits_for: str = ""  # why the first request waits, "" when it was not looked at or has left
+    waits_for: Cause | None = None  # why the first request waits; None: it was not looked at, or has left
 
     def __post_init__(self) -> None:
         """Look the levels up once: a tenant does not move."""

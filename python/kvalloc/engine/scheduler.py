@@ -15,7 +15,8 @@ Each call of `Engine.step` is one step of a serving engine:
 Nobody starves. When the next request in turn waits for room in the pool, no later one may take that room;
 only requests that fit into what is free of their own tenant's reserve go past, because those bytes are not
 available to the waiting one anyway. The same holds below a tenant whose limit the request waits for; who is
-not below it is not kept waiting.
+not below it is not kept waiting. While nothing runs no room is kept: nothing would be given back, so whoever
+waits then waits for bytes that this engine does not hold.
 
 Per-row state is kept in arrays numbered like the batch's rows. Python touches a single row only when it is
 admitted, while its prompt is going in, and when it ends.
@@ -27,9 +28,10 @@ import heapq
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Protocol
 
-from kvalloc import AdmissionRefused, KvallocError
+from kvalloc import AdmissionRefused, KvallocError, OutOfPages
 
 from .clock import Clock, VirtualClock
+from .request import Cause
 from .rows import Queue, Rows, Running
 
 if TYPE_CHECKING:
@@ -114,6 +116,7 @@ class Engine:
         self._asleep: list[Queue] = []  # queues whose first request waits until something is given back
         # For whom the room of a level is kept: by the name of the tenant with that limit, None for the pool.
         self._kept: dict[str | None, Queue] = {}
+        self._keeps = True
         self._virtual = 0.0
 
     def run(self, arrivals: Iterable[Request]) -> Iterator[float]:
@@ -145,9 +148,9 @@ class Engine:
         self._tell("arrived", request)
         queue, need = self.queues.get(request.tenant), len(request.prompt) + request.max_new
         if queue is None:
-            self._refuse(request, f"unknown tenant {request.tenant!r}")
+            self._refuse(request, Cause(f"unknown tenant {request.tenant!r}"))
         elif need > self.max_tokens:
-            self._refuse(request, f"never fits: {need:,} tokens, longest sequence {self.max_tokens:,}")
+            self._refuse(request, Cause("never fits", "longest sequence", need, self.max_tokens, "tokens"))
         else:
             if not queue.requests:
                 queue.served = max(queue.served, self._virtual)  # being away earns no credit
@@ -176,6 +179,11 @@ class Engine:
         self.core_ns = 0
         self._admit()
         rows, batch = self.rows, self.batch
+        if not rows.running and self._kept:
+            self._keeps = False
+            self._wake()
+            self._admit()
+            self._keeps = True
         n = len(rows)
         if n == 0:
             return False
@@ -258,7 +266,7 @@ class Engine:
             if self._kept.get(level, queue) is not queue:
                 need = self.pool.spec.bytes_for(len(request.prompt) + request.max_new)
                 if tenant.held + tenant.pinned + tenant.promised + need > tenant.reserve:
-                    queue.waits_for = f"room is kept for {self._kept[level].name}"
+                    queue.waits_for = Cause("stuck", f"room that is kept for {self._kept[level].name}")
                     return None
         if request.ids is None:
             request.ids = request.prompt.tokens()
@@ -268,13 +276,25 @@ class Engine:
             )
         except AdmissionRefused as no:
             if no.verdict == "never":
-                self._refuse(request, f"never fits: {no}")
+                self._refuse(request, self._cause("never fits", no, tenant))
             else:
-                queue.waits_for = str(no)
-                self._kept.setdefault(no.level, queue)
+                queue.waits_for = self._cause("stuck", no, tenant)
+                if self._keeps:
+                    self._kept.setdefault(no.level, queue)
         except KvallocError as error:
-            self._refuse(request, str(error))
+            self._refuse(request, Cause(str(error)))
         return None
+
+    def _cause(self, what: str, no: OutOfPages, tenant: Tenant) -> Cause:
+        """Say what is in the way: a limit or the pool, by itself or with what others have reserved."""
+        level: Tenant | None = tenant
+        while level is not None and level.name != no.level:
+            level = level.parent
+        limit = None if level is None else level.limit
+        by, bound = ("pool", self.pool.capacity) if limit is None else (f"limit of {no.level}", limit)
+        if what == "never fits" and no.room < bound:
+            by += " beside others' reserves"
+        return Cause(what, by, no.asked, no.room)
 
     def _start(self, queue: Queue, request: Request, sequence: Sequence) -> Running:
         prompt = len(request.prompt)
@@ -284,7 +304,7 @@ class Engine:
         self._virtual = max(self._virtual, queue.served)
         queue.served += (prompt - request.cached + request.max_new) / queue.tenant.weight
         queue.running += 1
-        queue.waits_for = ""
+        queue.waits_for = None
         self._tell("admitted", request)
         return run
 
@@ -300,8 +320,8 @@ class Engine:
         self._wake()
         self._tell(event, request)
 
-    def _refuse(self, request: Request, why: str) -> None:
-        request.refused, request.ids, request.finished = why, None, self.clock.now()
+    def _refuse(self, request: Request, why: Cause) -> None:
+        request.cause, request.ids, request.finished = why, None, self.clock.now()
         self._tell("refused", request)
 
     def _wake(self) -> None:
@@ -320,18 +340,15 @@ class Engine:
         refused = {refusal.row: refusal for refusal in out.refused}
         run = max((self.rows.running[row] for row in refused), key=lambda run: run.request.admitted)
         no = refused[run.row]
-        run.request.refused = f"out of pages: {no.reason}, {no.needed_bytes:,} bytes more needed"
+        by = f"a limit above {run.queue.name}" if no.why == "limit" else "pool"
+        run.request.cause = Cause("out of pages", by, no.needed_bytes, no.room)
         self._retire(run, "refused")
 
     def _give_up(self) -> None:
-        """Nothing runs or will come: whoever still waits does so for bytes that this engine does not hold."""
+        """Nothing runs or will come: who is first in a queue waits for bytes that are held elsewhere."""
         for queue in self.queues.values():
-            queue.listed = False
-            while queue.requests:
-                self._refuse(
-                    queue.requests.popleft(), f"stuck: {queue.waits_for or 'held outside this engine'}"
-                )
-        self.waiting = 0
-        self._turns.clear()
-        self._asleep.clear()
-        self._kept.clear()
+            if queue.requests:
+                held = Cause("stuck", "what is held outside this engine")
+                self._refuse(queue.requests.popleft(), queue.waits_for or held)
+                self.waiting -= 1
+        self._wake()  # those behind may need less

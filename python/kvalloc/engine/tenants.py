@@ -5,11 +5,16 @@ A file has a table for each tenant; every key may be left out::
     [tenants.shop]                  # a node: its limit and reserve hold for all below it
     limit = "16GiB"
 
-    [tenants.chat] parent = "shop" reserve = "25%"                 # bytes, "4GiB", or a share of the device
-    limit = "12GiB" weight = 4                      # turns in the queue, and who gives back first priority
-    = 10 traffic = 3                     # share of a trace's clients; 0: sends nothing. Default: 1 for a
-    tenant without children share = "shop"                  # the first tokens of its prompts are shared
-    under this tenant share_tokens = 512              # how many
+    [tenants.chat]
+    parent = "shop"
+    reserve = "25%"                 # bytes, "4GiB", or a share of the device
+    limit = "12GiB"
+    weight = 4                      # turns in the queue, and who gives back first
+    priority = 10
+    traffic = 3                     # share of a trace's clients; 0: sends nothing.
+                                    # Default: 1 for a tenant without children
+    share = "shop"                  # the first tokens of its prompts are shared under this tenant
+    share_tokens = 512              # how many
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.sizes import parse_bytes
+from kvalloc.errors import KvallocError
+from kvalloc.sizes import format_bytes, parse_bytes, spell_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -32,7 +38,16 @@ if TYPE_CHECKING:
 
     from .request import Request
 
-__all__ = ["TenantPlan", "TenantsError", "assign", "create", "numbered", "parse_size", "read_tenants"]
+__all__ = [
+    "TenantPlan",
+    "TenantsError",
+    "assign",
+    "create",
+    "depth_first",
+    "numbered",
+    "parse_size",
+    "read_tenants",
+]
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
@@ -183,8 +198,8 @@ def _plan(path: Path, name: str, table: Any) -> TenantPlan:
                 parse_size(value, device=1)
             except ValueError as error:
                 raise wrong(key, str(error)) from None
-        if key == "weight" and not (number and isinstance(value, int) and 1 <= value <= 1_000_000):
-            raise wrong(key, f"{value!r} is not a whole number from 1 to 1000000")
+        if key == "weight" and not (number and isinstance(value, int) and 1 <= value <= 65_536):
+            raise wrong(key, f"{value!r} is not a whole number from 1 to 65536")
         if key == "priority" and not (number and isinstance(value, int) and 0 <= value <= 100):
             raise wrong(key, f"{value!r} is not a whole number from 0 to 100")
         if key == "traffic" and not (number and 0 <= value < float("inf")):
@@ -199,7 +214,13 @@ def _plan(path: Path, name: str, table: Any) -> TenantPlan:
 
 
 def create(pool: Pool, plans: list[TenantPlan]) -> dict[str, Tenant]:
-    """Create the tenants in a pool, parents first; sizes in per cent are of the pool's capacity."""
+    """Create the tenants in a pool, parents first; sizes in per cent are of the pool's capacity.
+
+    Raises
+    ------
+    TenantsError
+        The pool can't have such a tenant: its name, what was asked for, and why not.
+    """
     made: dict[str, Tenant] = {}
     for plan in plans:
         policy: dict[str, Any] = {}
@@ -213,8 +234,37 @@ def create(pool: Pool, plans: list[TenantPlan]) -> dict[str, Tenant]:
             policy["publish"] = [plan.share]
         if plan.parent is not None:
             policy["parent"] = made[plan.parent]
-        made[plan.name] = pool.tenant(plan.name, **policy)
+        try:
+            made[plan.name] = pool.tenant(plan.name, **policy)
+        except KvallocError as error:
+            asked = [f"{key} = {value!r}" for key in ("reserve", "limit") if (value := getattr(plan, key))]
+            pool_size = f"{format_bytes(pool.capacity)} of device"
+            raise TenantsError(
+                f"tenants.{plan.name} ({', '.join([*asked, pool_size])}): {spell_bytes(str(error))}"
+            ) from None
     return made
+
+
+def depth_first(plans: list[TenantPlan]) -> list[TenantPlan]:
+    """Return tenants as a tree is printed: each before those below it, siblings in the order given.
+
+    Examples
+    --------
+    >>> from kvalloc.engine.tenants import TenantPlan, depth_first
+    >>> [plan.name for plan in depth_first([TenantPlan("a"), TenantPlan("b"), TenantPlan("c", "a")])]
+    ['a', 'c', 'b']
+    """
+    names = {plan.name for plan in plans}
+    below: dict[str | None, list[TenantPlan]] = {}
+    for plan in plans:
+        below.setdefault(plan.parent if plan.parent in names else None, []).append(plan)
+    ordered: list[TenantPlan] = []
+    left = below.get(None, [])[::-1]
+    while left:
+        plan = left.pop()
+        ordered.append(plan)
+        left += below.get(plan.name, [])[::-1]
+    return ordered
 
 
 def assign(requests: Iterable[Request], plans: list[TenantPlan], seed: int = 0) -> Iterator[Request]:

@@ -72,12 +72,24 @@ def load(config: ConfigLike) -> Mapping[str, Any]:
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SpecError(f"config {str(config)!r} can't be read: {error.strerror or error}") from error
+        why = f"config {str(config)!r} can't be read: {error.strerror or error}"
+        raise SpecError(f"{why}{_in_catalogue(config)}") from error
     except ValueError as error:
         raise SpecError(f"config {str(config)!r} is not JSON: {error}") from error
     if not isinstance(loaded, Mapping):
         raise SpecError(f"config {str(config)!r} holds {type(loaded).__name__}, not an object")
     return loaded
+
+
+def _in_catalogue(config: str | os.PathLike[str]) -> str:
+    """What to write instead, if this is the name of a model and not a path."""
+    from kvalloc import models  # it is a leaf that nothing else here needs
+
+    try:
+        models.get(str(config))
+    except SpecError:
+        return ""
+    return f"; for the catalogue's config of that model, give kvalloc.models.get({str(config)!r})"
 
 
 def decoder(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -52,7 +52,7 @@ use crate::{
 /// clock : {"system", "manual"}, optional
 ///     A manual clock stands still until ``advance`` moves it: for tests and simulations.
 /// events : int, optional
-///     Slots of the event ring, see ``events``. 0: no events.
+///     Slots of the event ring, see the method ``events``. 0, the default: events are off, and the method returns none.
 /// force_collisions : bool, optional
 ///     Give all pages one key, to show that the comparison of tokens holds. For tests.
 ///
@@ -206,7 +206,8 @@ impl Pool {
     /// pin_budget : int or str, optional
     ///     Bytes that it may pin. Default 0: nothing.
     /// lend : bool, optional
-    ///     Whether preemptible sequences of others may run in its reserve. Default False.
+    ///     Whether preemptible sequences of others may run in its reserve. Default False. No effect yet: it is kept and shown, and
+    ///     no sequence is preempted.
     ///
     /// Returns
     /// -------
@@ -654,7 +655,7 @@ impl Pool {
         Ok(Stats::new(self.live()?))
     }
 
-    /// What was published and removed since the last call.
+    /// What was published and removed since the last call. Off by default: make the pool with ``events=65536``, say.
     ///
     /// Parameters
     /// ----------
@@ -678,8 +679,9 @@ impl Pool {
     ///
     /// Notes
     /// -----
-    /// The ring has the ``events`` slots that the pool was made with; 0, the default, means none. Who publishes never waits: when
-    /// the ring is full the oldest event is overwritten and counted in ``Events.lost``.
+    /// The ring has the ``events`` slots that the pool was made with. With 0, the default, nothing is recorded and the answer is
+    /// always empty. Who publishes never waits: when the ring is full the oldest event is overwritten and counted in
+    /// ``Events.lost``.
     ///
     /// Examples
     /// --------

@@ -267,7 +267,7 @@ impl Tenant {
         Ok(core.bytes_of(core.pin_budget_used(self.id)))
     }
 
-    /// bool : Whether preemptible sequences of others may run in its reserve.
+    /// bool : Whether preemptible sequences of others may run in its reserve. No effect yet: no sequence is preempted.
     #[getter]
     fn lend(&self) -> PyResult<bool> {
         Ok(self.policy()?.lend)
@@ -347,6 +347,12 @@ impl Tenant {
     /// dict of str to int
     ///     ``query_tokens`` looked up and ``hit_tokens`` found of its prompts; ``resumed_hit_tokens``; ``evicted_pages`` of its
     ///     cache, and ``evicted_by_others_pages`` of those; ``waited`` and ``refused``, times.
+    ///
+    /// Notes
+    /// -----
+    /// ``waited`` counts the answers ``"wait"`` of `Pool.admit`, which takes nothing: somebody asked, and was told to come again.
+    /// ``refused`` counts what was tried and did not get its bytes for now: a row of a step, `Pages.allocate`, an `open` with
+    /// ``admit=True``. One request may count in both, and many times. What can never fit counts in neither.
     fn stats(&self) -> PyResult<std::collections::BTreeMap<&'static str, u64>> {
         let stats = self.owner.live()?.tenant_stats(self.id);
         Ok(stats.iter().map(|(counter, value)| (counter.name(), value)).collect())
@@ -378,11 +384,13 @@ impl Tenant {
 /// promised : int
 ///     Reserved for admitted sequences and not in use yet.
 /// stock : int
-///     Charged in advance, so that threads need not meet for every page; given back before anything is refused.
+///     Charged in advance, so that threads need not meet for every page; given back before anything is refused. Like
+///     ``promised`` a right to bytes that no page uses yet.
 /// charged : int
 ///     The sum of the above.
 /// claim : int
-///     What the subtree keeps from others: the larger of its reserve and of what it holds, pins and was promised.
+///     What the subtree keeps from others: the larger of its reserve and of what it holds, pins, was promised and has in stock,
+///     the claims of the tenants below it included.
 /// reserve : int
 ///     What is available to the subtree at once.
 /// limit : int or None
