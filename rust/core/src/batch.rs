@@ -679,18 +679,20 @@ impl Inner {
     fn list_tight_rows(&mut self) {
         let Hot { slots, room, written, trim, .. } = &self.hot;
         self.tight.clear();
-        let rows = self.step.counts.iter().zip(slots).zip(room).zip(written).zip(trim);
-        let is_tight = |((((&count, &slots), &room), &written), &trim): ((((&u32, &u32), &u32), &u32), &u32)| {
-            ((slots + count > room) | (written >= trim)) & (count > 0)
-        };
         // A bit for each row, without a branch: about one row in a page is tight, and nothing could predict which.
-        let mut rows = rows.map(is_tight);
-        for first in (0..self.rows.len() as u32).step_by(64) {
-            let bits = rows.by_ref().take(64).zip(0..).fold(0, |bits, (tight, bit)| bits | u64::from(tight) << bit);
-            let mut left = bits;
-            while left != 0 {
-                self.tight.push(first + left.trailing_zeros());
-                left &= left - 1;
+        for first in (0..self.rows.len()).step_by(64) {
+            let n = (self.rows.len() - first).min(64);
+            let counts = &self.step.counts[first..][..n];
+            let (slots, room) = (&slots[first..][..n], &room[first..][..n]);
+            let (written, trim) = (&written[first..][..n], &trim[first..][..n]);
+            let mut bits = 0u64;
+            for row in 0..n {
+                let tight = (slots[row] + counts[row] > room[row]) | (written[row] >= trim[row]);
+                bits |= u64::from(tight & (counts[row] > 0)) << row;
+            }
+            while bits != 0 {
+                self.tight.push(first as u32 + bits.trailing_zeros());
+                bits &= bits - 1;
             }
         }
     }
