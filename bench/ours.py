@@ -13,8 +13,8 @@ from clock import Result, median_of, resident_bytes, timed
 
 SIDE = "kvalloc"
 PAGE = 16
-# Steps between two looks at the clock, which costs up to 0.2 us on a virtual machine: an asynchronous scheduler
-# may run as many ahead of their commits.
+# Steps between two looks at the clock, which costs up to 0.2 us on a virtual machine: an asynchronous
+# scheduler may run as many ahead of their commits.
 AHEAD = 8
 VOCABULARY = 128_000
 GEOMETRY = {"layers": 28, "kv_heads": 4, "head_dim": 128, "dtype": "float16", "page_tokens": PAGE}
@@ -27,7 +27,7 @@ def pool_with(pages: int, **options: object) -> kvalloc.Pool:
 
 
 def in_service(pool: kvalloc.Pool, tenant: kvalloc.Tenant) -> None:
-    """Use every page once: a pool in service has touched its memory, and so have the objects on the other side."""
+    """Use every page once: a pool in service has touched its memory, as the other side's has."""
     pages = pool.pages.allocate(tenant, pool.free // PAGE_BYTES)
     pool.pages.release(pages)
 

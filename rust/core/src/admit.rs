@@ -53,22 +53,27 @@ impl Pool {
     /// Refuse what can never fit. `need`: units that each payer would have to hold for a sequence of `tenant`; the payers
     /// stand on one path of the tree, so what one holds counts at those above it too.
     pub(crate) fn check_ever(&self, tenant: TenantId, need: &[(TenantId, u64)]) -> Result<(), Error> {
+        let fits = |units: u64, payer, counts: &dyn Fn(TenantId) -> bool| {
+            let room = self.ledger.room(Tier::Device, payer, Units(u32::try_from(units).unwrap_or(u32::MAX)));
+            if units <= u64::from(room.ever.0) || !counts(room.ever_level) {
+                return Ok(());
+            }
+            Err(Error::Never(Refusal {
+                why: Why::Limit,
+                tier: Tier::Device,
+                tenant,
+                level: room.ever_level,
+                asked: units * self.spec.unit(),
+                room: self.bytes(room.ever.0),
+            }))
+        };
         for &(payer, _) in need {
             let below = need.iter().filter(|n| self.ledger.is_under(n.0, payer));
-            let units: u64 = below.map(|n| n.1).sum();
-            let room = self.ledger.room(Tier::Device, payer, Units(u32::try_from(units).unwrap_or(u32::MAX)));
-            if units > u64::from(room.ever.0) {
-                return Err(Error::Never(Refusal {
-                    why: Why::Limit,
-                    tier: Tier::Device,
-                    tenant,
-                    level: room.ever_level,
-                    asked: units * self.spec.unit(),
-                    room: self.bytes(room.ever.0),
-                }));
-            }
+            fits(below.map(|n| n.1).sum(), payer, &|_| true)?;
         }
-        Ok(())
+        // All of it stands beside the reserves of the tenant's neighbours; what the scopes pay, its own limits don't bound.
+        let pays = |level| need.iter().all(|n| self.ledger.is_under(n.0, level));
+        fits(need.iter().map(|n| n.1).sum(), tenant, &pays)
     }
 
     /// May this start now? `length`: of the prompt, whose tokens may be left out of `open`; then no prefix is looked for.
