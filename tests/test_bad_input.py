@@ -6,19 +6,23 @@ import contextlib
 import gc
 import inspect
 import math
-import multiprocessing
-import os
-import subprocess
-import sys
-import textwrap
-import threading
-import weakref
 
 import numpy as np
 import pytest
-from tinypool import FULL, PAGE, SPECS, cache, check, check_idle, finish, hit, ids, make_pool, serve, unchanged
 
 import kvalloc
+from tinypool import (
+    FULL,
+    PAGE,
+    SPECS,
+    cache,
+    check,
+    check_idle,
+    ids,
+    make_pool,
+    serve,
+    unchanged,
+)
 
 ABSURD = [-1, 2**63, 2**64, -(2**70), 10**400, math.nan, math.inf, -math.inf, 1.5, True, False]
 ABSURD += ["", "x", "12GX", "-1GiB", None, [], {}, object(), b"1", "\ud800"]
@@ -115,7 +119,22 @@ def test_batch_sizes(pool, rows):
 
 # Tenants.
 
-HOSTILE = ["", " ", "a ", " a", "\n", "a\nb", "a\0b", "a/b", "..", ".", "x" * 129, "é" * 65, "a\u202eb", "\u200b"]
+HOSTILE = [
+    "",
+    " ",
+    "a ",
+    " a",
+    "\n",
+    "a\nb",
+    "a\0b",
+    "a/b",
+    "..",
+    ".",
+    "x" * 129,
+    "é" * 65,
+    "a\u202eb",
+    "\u200b",
+]
 HOSTILE += ["\x7f", "\x1b[31m", "\ud800", "\ufeffa"]
 
 
@@ -126,14 +145,17 @@ def test_tenant_names(pool, name):
     if isinstance(name, str):
         # The message can be printed and logged as it is.
         str(error.value).encode()
-        assert "\n" not in str(error.value) and "\x1b" not in str(error.value) and "\u202e" not in str(error.value)
+        assert "\n" not in str(error.value)
+        assert "\x1b" not in str(error.value)
+        assert "\u202e" not in str(error.value)
     assert len(pool.tenants()) == 1
 
 
 @pytest.mark.parametrize("name", ["a b", "ünï", "租户", "O'Neil", '"', "-", "%s{0}", "a" * 128, "null", "0"])
 def test_tenant_names_that_only_look_odd(pool, name):
     tenant = pool.tenant(name)
-    assert tenant.name == name and pool.tenant(name) == tenant
+    assert tenant.name == name
+    assert pool.tenant(name) == tenant
     assert tenant in pool.tenants()
     pool.open(name, [1, 2]).close()
     repr(tenant), repr(pool)
@@ -143,14 +165,34 @@ def test_tenant_names_that_only_look_odd(pool, name):
 @pytest.mark.parametrize(
     "policy",
     [
-        {"weight": 0}, {"weight": -1}, {"weight": 2**40}, {"weight": 1.5}, {"weight": "2"}, {"weight": None},
-        {"priority": -1}, {"priority": 101}, {"priority": math.nan}, {"priority": True},
-        {"lend": 1}, {"lend": "yes"}, {"publish": "a"}, {"publish": ["nobody"]}, {"publish": [5]}, {"publish": 5},
-        {"publish": {"a": -1}}, {"publish": None}, {"parent": "nobody"}, {"parent": 5}, {"parnet": "a"}, {"name": "x"},
-        {"reserve": 2**62}, {"publish": ["cousin"]}, {"publish": {"cousin": 5}},
+        {"weight": 0},
+        {"weight": -1},
+        {"weight": 2**40},
+        {"weight": 1.5},
+        {"weight": "2"},
+        {"weight": None},
+        {"priority": -1},
+        {"priority": 101},
+        {"priority": math.nan},
+        {"priority": True},
+        {"lend": 1},
+        {"lend": "yes"},
+        {"publish": "a"},
+        {"publish": ["nobody"]},
+        {"publish": [5]},
+        {"publish": 5},
+        {"publish": {"a": -1}},
+        {"publish": None},
+        {"parent": "nobody"},
+        {"parent": 5},
+        {"parnet": "a"},
+        {"name": "x"},
+        {"reserve": 2**62},
+        {"publish": ["cousin"]},
+        {"publish": {"cousin": 5}},
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_policies(pool, policy):
     pool.tenant("cousin")
     tenants = len(pool.tenants())
@@ -181,7 +223,7 @@ def test_tenants_cannot_move(pool):
 def test_the_tree_has_a_depth_and_the_pool_a_number_of_tenants():
     pool = make_pool(4, max_tenants=40)
     parent = None
-    with pytest.raises(kvalloc.TenantError, match="deep|level") as deep:  # noqa: PT012
+    with pytest.raises(kvalloc.TenantError, match=r"deep|level") as deep:  # noqa: PT012
         for n in range(40):
             parent = pool.tenant(f"t{n}", **({"parent": parent} if parent else {}))
     assert str(deep.value)
@@ -195,12 +237,43 @@ def test_the_tree_has_a_depth_and_the_pool_a_number_of_tenants():
 # Prompts.
 
 NO_PROMPTS = [
-    [], (), np.array([], np.int32), "text", b"bytes", None, 5, 1.5, {1, 2}, {1: 2}, object(), [None], ["1"], [1.5],
-    [True], [[1, 2]], np.zeros((2, 2), np.int32), np.zeros(3), np.array([1.0, 2.0], np.float32), np.array(5),
-    np.array([True]), np.array(["a"]), np.array([1, None]), [-1], [2**31], [2**63], [10**400], np.array([-1]),
-    np.array([2**31]), np.array([2**63], np.uint64), np.array([-5], np.int32), np.array([1 + 2j]),
-    np.array([2**40, 1], ">i8"), (x for x in [1]), [1, 2, math.nan], range(0),
-]  # fmt: skip
+    [],
+    (),
+    np.array([], np.int32),
+    "text",
+    b"bytes",
+    None,
+    5,
+    1.5,
+    {1, 2},
+    {1: 2},
+    object(),
+    [None],
+    ["1"],
+    [1.5],
+    [True],
+    [[1, 2]],
+    np.zeros((2, 2), np.int32),
+    np.zeros(3),
+    np.array([1.0, 2.0], np.float32),
+    np.array(5),
+    np.array([True]),
+    np.array(["a"]),
+    np.array([1, None]),
+    [-1],
+    [2**31],
+    [2**63],
+    [10**400],
+    np.array([-1]),
+    np.array([2**31]),
+    np.array([2**63], np.uint64),
+    np.array([-5], np.int32),
+    np.array([1 + 2j]),
+    np.array([2**40, 1], ">i8"),
+    (x for x in [1]),
+    [1, 2, math.nan],
+    range(0),
+]
 
 
 @pytest.mark.parametrize("prompt", NO_PROMPTS, ids=lambda p: repr(p)[:30].replace("\n", ""))
@@ -231,13 +304,22 @@ def test_prompts_say_which_id_is_wrong(pool):
 @pytest.mark.parametrize(
     "prompt",
     [
-        [5, 0, 2**31 - 1], (5, 0, 2**31 - 1), range(3), [np.int32(1), np.uint8(2)],
-        np.array([5, 6], np.int8), np.array([5, 6], np.uint64), np.array([5, 6], ">i4"), np.arange(20)[::2],
-        np.arange(20, dtype=np.int32)[::-3], np.arange(12, dtype=np.int32).reshape(3, 4)[:, 1],
-        memoryview(np.array([1, 2], np.int32)), bytearray(b"ab"), memoryview(b"ab"),
+        [5, 0, 2**31 - 1],
+        (5, 0, 2**31 - 1),
+        range(3),
+        [np.int32(1), np.uint8(2)],
+        np.array([5, 6], np.int8),
+        np.array([5, 6], np.uint64),
+        np.array([5, 6], ">i4"),
+        np.arange(20)[::2],
+        np.arange(20, dtype=np.int32)[::-3],
+        np.arange(12, dtype=np.int32).reshape(3, 4)[:, 1],
+        memoryview(np.array([1, 2], np.int32)),
+        bytearray(b"ab"),
+        memoryview(b"ab"),
     ],
     ids=lambda p: repr(p)[:30],
-)  # fmt: skip
+)
 def test_prompts_of_many_kinds(pool, prompt):
     with pool.open("a", prompt) as seq:
         assert list(seq.tokens) == [int(x) for x in prompt]
@@ -266,7 +348,10 @@ def test_prompts_may_be_read_only(pool):
         ("adapter", [5, 1.5, ["x"], "\ud800"]),
         ("extra_key", [5, 1.5, ["x"], "\ud800"]),
         ("adapter_generation", [-1, 2**64, "x", 1.5, None]),
-        ("share", [5, "org", [5], ["ab"], [("a",)], [("a", -1)], [("a", "x")], [("nobody", 5)], [(5, 5)], {"a": 5}]),
+        (
+            "share",
+            [5, "org", [5], ["ab"], [("a",)], [("a", -1)], [("a", "x")], [("nobody", 5)], [(5, 5)], {"a": 5}],
+        ),
         ("admit", [1, "yes", None]),
     ],
 )
@@ -276,7 +361,9 @@ def test_open_options(pool, keyword, values):
             pool.open("a", ids(20), **{keyword: value})
 
 
-@pytest.mark.parametrize("share", [[("a", 2**32 - 1)], [("a", 0)], [("a", 5), ("a", 2**32 - 1)], [], [("a", 1)] * 50])
+@pytest.mark.parametrize(
+    "share", [[("a", 2**32 - 1)], [("a", 0)], [("a", 5), ("a", 2**32 - 1)], [], [("a", 1)] * 50]
+)
 def test_shared_parts_longer_than_the_prompt_end_with_it(pool, share):
     with pool.open("a", ids(40), share=share) as seq:
         assert seq.fallbacks == []
@@ -291,7 +378,8 @@ def test_a_prompt_beyond_the_pool(pool):
     for _ in range(10):
         out = batch.step()
         batch.commit([-1])
-    assert seq.num_written <= 320 and len(out.refused) == 1
+    assert seq.num_written <= 320
+    assert len(out.refused) == 1
     assert out.refused[0].room < out.refused[0].needed_bytes
     seq.close()
     check_idle(pool)
@@ -299,7 +387,11 @@ def test_a_prompt_beyond_the_pool(pool):
 
 def test_a_sequence_longer_than_a_row(pool):
     batch = pool.batch(1, 50)
-    with pool.open("a", ids(51)) as long, unchanged(pool), pytest.raises(kvalloc.InvalidArgument, match="at most 50"):
+    with (
+        pool.open("a", ids(51)) as long,
+        unchanged(pool),
+        pytest.raises(kvalloc.InvalidArgument, match="at most 50"),
+    ):
         batch.add(long)
     seq = pool.open("a", ids(40))
     batch.add(seq)
@@ -342,27 +434,56 @@ def test_truncate_before_what_a_window_kept():
 
 @pytest.mark.parametrize(
     "counts",
-    [[], [1], [1, 1, 1], [1, -1], [2**31, 1], [1.5, 1], ["x", 1], [None, 1], 5, "ab", None, np.zeros((2, 1), np.int32),
-     np.array([1.0, 1.0]), np.array([2**40, 1]), [10**6, 10**6], {1: 2}, [True, -5]],
+    [
+        [],
+        [1],
+        [1, 1, 1],
+        [1, -1],
+        [2**31, 1],
+        [1.5, 1],
+        ["x", 1],
+        [None, 1],
+        5,
+        "ab",
+        np.zeros((2, 1), np.int32),
+        np.array([1.0, 1.0]),
+        np.array([2**40, 1]),
+        [10**6, 10**6],
+        {1: 2},
+        [True, -5],
+    ],
     ids=repr,
-)  # fmt: skip
+)
 def test_counts(pool, counts):
     batch = pool.batch(2, 100)
     for n in range(2):
         batch.add(pool.open("a", ids(20, n)))
-    if counts is None:
-        return
     with unchanged(pool), pytest.raises(kvalloc.InvalidArgument):
         batch.step(counts)
     assert batch.outstanding == 0
-    assert batch.step([3, 0]).num_tokens == 3
-    with unchanged(pool), contextlib.suppress(kvalloc.InvalidArgument):
-        batch.commit(counts)  # negative ids are none, so some of these are fine
-        batch.step([3, 0])
-        pytest.fail("took it") if counts in ([], [1], [1, 1, 1]) else None
+    for seq in batch.rows:
+        seq.close()
+    check_idle(pool)
+
+
+@pytest.mark.parametrize(
+    "sampled",
+    [
+        *([], [1], [1, 1, 1], [2**31, 1], [1.5, 1], ["x", 1], [None, 1], [True, 1], 5, "ab", {1: 2}),
+        *(np.zeros((2, 1), np.int32), np.array([1.0, 1.0]), np.array([2**40, 1])),
+    ],
+    ids=repr,
+)
+def test_sampled(pool, sampled):
+    batch = pool.batch(2, 100)
+    for n in range(2):
+        batch.add(pool.open("a", ids(20, n)))
+    batch.step([20, 3])
+    with unchanged(pool), pytest.raises(kvalloc.InvalidArgument):
+        batch.commit(sampled)
     assert batch.outstanding == 1
-    batch.commit([-1, 5])
-    assert [seq.num_written for seq in batch.rows] in ([3, 0], [6, 0])
+    batch.commit([5, 6])  # a token sampled in the middle of a prompt is none
+    assert [(seq.num_written, seq.num_tokens) for seq in batch.rows] == [(20, 21), (3, 20)]
     for seq in batch.rows:
         seq.close()
     check_idle(pool)
@@ -434,13 +555,22 @@ def arrays(batch, rows=2, pages=7, step=None):
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda a: a.astype(np.int16), lambda a: a.astype(np.uint32), lambda a: a.astype(np.float32),
-        lambda a: a.astype(a.dtype.newbyteorder(">")), lambda a: a[:-1].copy(), lambda a: np.append(a, a),
-        lambda a: a.reshape(1, *a.shape), lambda a: np.asfortranarray(np.repeat(a, 2, axis=-1))[..., ::2],
-        lambda a: a.tolist(), lambda a: 5, lambda a: "text", lambda a: b"bytes", lambda a: [a, a],
+        lambda a: a.astype(np.int16),
+        lambda a: a.astype(np.uint32),
+        lambda a: a.astype(np.float32),
+        lambda a: a.astype(a.dtype.newbyteorder(">")),
+        lambda a: a[:-1].copy(),
+        lambda a: np.append(a, a),
+        lambda a: a.reshape(1, *a.shape),
+        lambda a: np.asfortranarray(np.repeat(a, 2, axis=-1))[..., ::2],
+        lambda a: a.tolist(),
+        lambda a: 5,
+        lambda a: "text",
+        lambda a: b"bytes",
+        lambda a: [a, a],
         lambda a: np.lib.stride_tricks.as_strided(a, writeable=False),
     ],
-)  # fmt: skip
+)
 def test_bind(pool, name, spoil):
     batch = pool.batch(2, 100)
     seq = pool.open("a", ids(20))
@@ -451,9 +581,12 @@ def test_bind(pool, name, spoil):
         batch.bind(**{**mine, name: spoil(mine[name])})
     assert str(error.value)
     # Nothing by half: the arrays are those of before.
-    assert batch.block_table() is before[0] and batch.seq_lens is before[1]
+    assert batch.block_table() is before[0]
+    assert batch.seq_lens is before[1]
     batch.step()
-    assert batch.seq_lens[0] == 20 and not mine["seq_lens"].any() and not mine["block_table"].any()
+    assert batch.seq_lens[0] == 20
+    assert not mine["seq_lens"].any()
+    assert not mine["block_table"].any()
     batch.commit()
     with pytest.raises(TypeError, match="nonsense"):
         batch.bind(nonsense=mine[name])
@@ -471,7 +604,7 @@ def test_bound_arrays_cannot_be_taken_away(pool):
     mine = arrays(batch)
     batch.bind(**mine)
     for array in mine.values():
-        with pytest.raises(ValueError, match="resize|reference"):
+        with pytest.raises(ValueError, match=r"resize|reference"):
             array.resize(1, refcheck=True)
     data = bytearray(2 * 4)
     batch.bind(seq_lens=np.frombuffer(data, np.int32))
@@ -512,13 +645,26 @@ def test_closed_sequences(pool):
     seq = serve(pool, "a", ids(40))
     seq.close()
     seq.close()
-    assert seq.closed and "closed" in repr(seq)
+    assert seq.closed
+    assert "closed" in repr(seq)
     calls = [
-        lambda: seq.num_tokens, lambda: seq.num_slots, lambda: seq.num_written, lambda: seq.cached_tokens,
-        lambda: seq.tokens, lambda: len(seq), lambda: seq.pages(), lambda: seq.block_table(), lambda: seq.extend([1]),
-        lambda: seq.truncate(1), seq.fork, seq.keep_state, lambda: seq.promised, lambda: seq.fallbacks,
-        lambda: pool.batch(1, 100).add(seq), lambda: pool.pin(seq, 16, owner="a"),
-    ]  # fmt: skip
+        lambda: seq.num_tokens,
+        lambda: seq.num_slots,
+        lambda: seq.num_written,
+        lambda: seq.cached_tokens,
+        lambda: seq.tokens,
+        lambda: len(seq),
+        lambda: seq.pages(),
+        lambda: seq.block_table(),
+        lambda: seq.extend([1]),
+        lambda: seq.truncate(1),
+        seq.fork,
+        seq.keep_state,
+        lambda: seq.promised,
+        lambda: seq.fallbacks,
+        lambda: pool.batch(1, 100).add(seq),
+        lambda: pool.pin(seq, 16, owner="a"),
+    ]
     for call in calls:
         with unchanged(pool), pytest.raises(kvalloc.ClosedError, match="closed"):
             call()
@@ -538,13 +684,23 @@ def test_closed_pools():
     batch.add(seq)
     pool.close()
     pool.close()
-    assert pool.closed and "closed" in repr(pool)
+    assert pool.closed
+    assert "closed" in repr(pool)
     for call in (
-        lambda: pool.open("a", [1]), lambda: pool.admit("a", 1), lambda: pool.tenant("b"), lambda: pool.tenant("a", weight=2),
-        lambda: pages.allocate("a", 1), lambda: pages.lookup("a", [b"x"]), lambda: pages.share([1]), batch.step,
-        lambda: pool.batch(1, 1), lambda: pool.pages.find("a", [b"x"]), seq.fork, pool.reset_prefix_cache,
+        lambda: pool.open("a", [1]),
+        lambda: pool.admit("a", 1),
+        lambda: pool.tenant("b"),
+        lambda: pool.tenant("a", weight=2),
+        lambda: pages.allocate("a", 1),
+        lambda: pages.lookup("a", [b"x"]),
+        lambda: pages.share([1]),
+        batch.step,
+        lambda: pool.batch(1, 1),
+        lambda: pool.pages.find("a", [b"x"]),
+        seq.fork,
+        pool.reset_prefix_cache,
         lambda: pool.pin(seq, 16, owner="a"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(kvalloc.ClosedError, match="closed"):
             call()
     # What was taken can still be given back.
@@ -561,14 +717,20 @@ def test_handles_of_another_pool(pool):
     alien = other.tenant("a", pin_budget=20 * PAGE)
     seq = serve(other, "a", ids(40))
     for call in (
-        lambda: pool.open(alien, [1]), lambda: pool.admit(alien, 1), lambda: pool.pages.allocate(alien, 1),
-        lambda: pool.tenant("b", parent=alien), lambda: pool.tenant("a", publish=[alien]),
-        lambda: pool.batch(1, 100).add(seq), lambda: pool.pin(seq, 16, owner="a"),
-        lambda: pool.open("a", [1], share=[(alien, 1)]), lambda: pool.pins(alien),
-    ):  # fmt: skip
+        lambda: pool.open(alien, [1]),
+        lambda: pool.admit(alien, 1),
+        lambda: pool.pages.allocate(alien, 1),
+        lambda: pool.tenant("b", parent=alien),
+        lambda: pool.tenant("a", publish=[alien]),
+        lambda: pool.batch(1, 100).add(seq),
+        lambda: pool.pin(seq, 16, owner="a"),
+        lambda: pool.open("a", [1], share=[(alien, 1)]),
+        lambda: pool.pins(alien),
+    ):
         with unchanged(pool), unchanged(other), pytest.raises(kvalloc.WrongPool, match="another pool"):
             call()
-    assert alien != pool.tenant("a") and seq != pool.open("a", [1])
+    assert alien != pool.tenant("a")
+    assert seq != pool.open("a", [1])
     with pytest.raises(kvalloc.InvalidArgument):
         pool.batch(1, 100).remove(seq)
 
@@ -576,25 +738,47 @@ def test_handles_of_another_pool(pool):
 @pytest.mark.parametrize("tenant", [None, 5, 1.5, b"a", ["a"], object(), kvalloc.Tenant])
 def test_no_tenants(pool, tenant):
     for call in (
-        lambda: pool.open(tenant, [1]), lambda: pool.admit(tenant, 1), lambda: pool.pages.allocate(tenant, 1),
+        lambda: pool.open(tenant, [1]),
+        lambda: pool.admit(tenant, 1),
+        lambda: pool.pages.allocate(tenant, 1),
         lambda: pool.open("a", [1], share=[(tenant, 1)]),
-    ):  # fmt: skip
+    ):
         with unchanged(pool), pytest.raises(kvalloc.InvalidArgument, match="Tenant or its name"):
             call()
 
 
 @pytest.mark.parametrize(
     "pages",
-    [[2**64 - 2], [2**64], [-1], [2**63], [10**30], [5_000_000], [1.5], ["x"], [None], 5, "x", None, b"x", [[1]],
-     np.array([1.5]), np.array([-1]), np.array([[1]], np.uint64), [True]],
+    [
+        [2**64 - 2],
+        [2**64],
+        [-1],
+        [2**63],
+        [10**30],
+        [5_000_000],
+        [1.5],
+        ["x"],
+        [None],
+        5,
+        "x",
+        None,
+        b"x",
+        [[1]],
+        np.array([1.5]),
+        np.array([-1]),
+        np.array([[1]], np.uint64),
+        [True],
+    ],
     ids=repr,
-)  # fmt: skip
+)
 def test_page_references(pool, pages):
     taken = pool.pages.allocate("a", 2)
     for call in (
-        lambda: pool.pages.release(pages), lambda: pool.pages.frames(pages),
-        lambda: pool.pages.publish("a", pages, [b"k"]), lambda: pool.pages.share(pages),
-    ):  # fmt: skip
+        lambda: pool.pages.release(pages),
+        lambda: pool.pages.frames(pages),
+        lambda: pool.pages.publish("a", pages, [b"k"]),
+        lambda: pool.pages.share(pages),
+    ):
         with unchanged(pool), contextlib.suppress(kvalloc.KvallocError, TypeError):
             answer = call()
             assert not np.any(answer) or answer is None
@@ -604,7 +788,23 @@ def test_page_references(pool, pages):
 
 
 @pytest.mark.parametrize(
-    "keys", [b"abc", "abc", 5, None, [""], ["x"], [1.5], [b""], [b"x" * 5000], [2**127], [None], [[b"x"]], [b"a", b"b"]], ids=lambda k: repr(k)[:20]
+    "keys",
+    [
+        b"abc",
+        "abc",
+        5,
+        None,
+        [""],
+        ["x"],
+        [1.5],
+        [b""],
+        [b"x" * 5000],
+        [2**127],
+        [None],
+        [[b"x"]],
+        [b"a", b"b"],
+    ],
+    ids=lambda k: repr(k)[:20],
 )
 def test_page_keys(pool, keys):
     page = pool.pages.allocate("a", 1)
@@ -626,10 +826,23 @@ def test_page_counts(pool, n):
 
 @pytest.mark.parametrize(
     ("tokens", "options"),
-    [(-1, {}), (2**40, {}), ("x", {}), (None, {}), (15, {}), (0, {}), (16, {"ttl": -1}), (16, {"ttl": math.nan}),
-     (16, {"ttl": "x"}), (16, {"owner": "nobody"}), (16, {"owner": None}), (16, {"label": 5}), (16, {"label": "\ud800"})],
+    [
+        (-1, {}),
+        (2**40, {}),
+        ("x", {}),
+        (None, {}),
+        (15, {}),
+        (0, {}),
+        (16, {"ttl": -1}),
+        (16, {"ttl": math.nan}),
+        (16, {"ttl": "x"}),
+        (16, {"owner": "nobody"}),
+        (16, {"owner": None}),
+        (16, {"label": 5}),
+        (16, {"label": "\ud800"}),
+    ],
     ids=repr,
-)  # fmt: skip
+)
 def test_pins(pool, tokens, options):
     with serve(pool, "a", ids(40)) as seq:
         with unchanged(pool), refused():
@@ -656,7 +869,8 @@ def test_reports_and_lists_are_read_only_and_bounded():
     pool.tenant("a")
     cache(pool, "a", ids(160))
     events = pool.events()
-    assert len(events) + events.lost == 10 and events.lost > 0
+    assert len(events) + events.lost == 10
+    assert events.lost > 0
     assert events[-1] == events[len(events) - 1]
     for bad in (len(events), -len(events) - 1, 2**70, -(2**70)):
         with pytest.raises(IndexError):
@@ -669,7 +883,14 @@ def test_reports_and_lists_are_read_only_and_bounded():
             pool.events(bad)
     with pytest.raises(KeyError, match="hit_tokens"):
         pool.stats()["nonsense"]
-    for thing in (pool, pool.audit(), pool.stats(), pool.tenant("a"), pool.tenant("a").usage(), pool.audit().device):
+    for thing in (
+        pool,
+        pool.audit(),
+        pool.stats(),
+        pool.tenant("a"),
+        pool.tenant("a").usage(),
+        pool.audit().device,
+    ):
         with pytest.raises((AttributeError, TypeError)):
             thing.held = 5
         with pytest.raises((AttributeError, TypeError)):
@@ -678,8 +899,39 @@ def test_reports_and_lists_are_read_only_and_bounded():
 
 # Every method of every class, with garbage.
 
-GARBAGE = [None, -1, 0, 2**31, 2**63, 2**64, -(2**70), 1.5, math.nan, math.inf, "", "x", "\ud800", b"", b"x", True, [], [None]]
-GARBAGE += [(), {}, object(), [-1], ["a"], np.zeros(3), np.zeros((2, 2), np.int32), np.array(5), lambda: 5, int, range(3)]
+GARBAGE = [
+    None,
+    -1,
+    0,
+    2**31,
+    2**63,
+    2**64,
+    -(2**70),
+    1.5,
+    math.nan,
+    math.inf,
+    "",
+    "x",
+    "\ud800",
+    b"",
+    b"x",
+    True,
+    [],
+    [None],
+]
+GARBAGE += [
+    (),
+    {},
+    object(),
+    [-1],
+    ["a"],
+    np.zeros(3),
+    np.zeros((2, 2), np.int32),
+    np.array(5),
+    lambda: 5,
+    int,
+    range(3),
+]
 
 
 def targets():
@@ -691,9 +943,20 @@ def targets():
     step = batch.step()
     pin = pool.pin(seq, 32, owner="a")
     return [
-        pool, tenant, seq, batch, step, pin, pool.pages, pool.stats(), pool.audit(), pool.audit().device, pool.events(),
-        tenant.usage(), pool.admit("a", 5),
-    ]  # fmt: skip
+        pool,
+        tenant,
+        seq,
+        batch,
+        step,
+        pin,
+        pool.pages,
+        pool.stats(),
+        pool.audit(),
+        pool.audit().device,
+        pool.events(),
+        tenant.usage(),
+        pool.admit("a", 5),
+    ]
 
 
 NAMES = [type(target).__name__ for target in targets()]
@@ -701,11 +964,27 @@ NAMES = [type(target).__name__ for target in targets()]
 
 @pytest.mark.parametrize("at", range(len(NAMES)), ids=NAMES)
 def test_every_method_with_garbage(at):
-    """A KvallocError, a TypeError, or an answer; never a panic or an error of Python's insides. The books balance."""
+    """A KvallocError, a TypeError, or an answer; never a panic or an error of Python's insides."""
     everything = targets()
     target, pool = everything[at], everything[0]
-    skip = {"__class__", "__new__", "__init__", "__init_subclass__", "__subclasshook__", "__getattribute__", "__reduce_ex__"}
-    skip |= {"__reduce__", "__setattr__", "__delattr__", "__dir__", "__format__", "__sizeof__", "__getstate__"}
+    skip = {
+        "__class__",
+        "__new__",
+        "__init__",
+        "__init_subclass__",
+        "__subclasshook__",
+        "__getattribute__",
+        "__reduce_ex__",
+    }
+    skip |= {
+        "__reduce__",
+        "__setattr__",
+        "__delattr__",
+        "__dir__",
+        "__format__",
+        "__sizeof__",
+        "__getstate__",
+    }
     allowed = (kvalloc.KvallocError, TypeError, KeyError, IndexError)
     called = 0
     for name in sorted(set(dir(type(target))) - skip):
@@ -716,10 +995,18 @@ def test_every_method_with_garbage(at):
             continue
         bound = getattr(target, name)
         try:
-            keywords = [p.name for p in inspect.signature(bound).parameters.values() if p.kind == p.KEYWORD_ONLY]
+            keywords = [
+                p.name for p in inspect.signature(bound).parameters.values() if p.kind == p.KEYWORD_ONLY
+            ]
         except (TypeError, ValueError):
             keywords = []
-        good = {"open": ("a", [1, 2]), "admit": ("a", 5), "batch": (2, 50), "pin": (everything[2], 16), "allocate": ("a", 1)}
+        good = {
+            "open": ("a", [1, 2]),
+            "admit": ("a", 5),
+            "batch": (2, 50),
+            "pin": (everything[2], 16),
+            "allocate": ("a", 1),
+        }
         for junk in GARBAGE:
             attempts = [((), {}), ((junk,), {}), ((junk, junk), {}), ((junk,) * 3, {})]
             attempts += [(("a", junk), {}), (("a", [1], junk), {}), (("a", junk, [b"k"]), {})]
@@ -727,10 +1014,8 @@ def test_every_method_with_garbage(at):
             for arguments, options in attempts:
                 if name == "close" and not arguments:
                     continue
-                try:
+                with contextlib.suppress(allowed):
                     bound(*arguments, **options)
-                except allowed:
-                    pass
                 called += 1
     assert called > 0
     report = pool.audit()
@@ -739,9 +1024,14 @@ def test_every_method_with_garbage(at):
 
 @pytest.mark.parametrize("name", sorted(set(kvalloc.__all__)))
 def test_classes_are_made_by_their_makers(name):
-    """Nothing but a pool and a spec is made from outside, and nothing can be derived from what the core makes."""
+    """Only a pool and a spec are made from outside, and nothing can be derived from what the core makes."""
     cls = getattr(kvalloc, name)
-    if not inspect.isclass(cls) or issubclass(cls, Exception) or name not in dir(kvalloc._core) or name == "Pool":
+    if (
+        not inspect.isclass(cls)
+        or issubclass(cls, Exception)
+        or name not in dir(kvalloc._core)
+        or name == "Pool"
+    ):
         return
     with pytest.raises(TypeError):
         cls()
@@ -768,7 +1058,9 @@ def test_a_refusal_carries_its_numbers(pool):
         pool.pages.allocate("user", 6)
     e = error.value
     assert (e.asked, e.room, e.why, e.tenant, e.level) == (6 * PAGE, 5 * PAGE, "limit", "user", "org")
-    assert str(6 * PAGE) in str(e) and str(5 * PAGE) in str(e) and "raise the limit" in str(e)
+    assert str(6 * PAGE) in str(e)
+    assert str(5 * PAGE) in str(e)
+    assert "raise the limit" in str(e)
 
 
 def test_the_secret_is_never_shown():
@@ -777,366 +1069,25 @@ def test_the_secret_is_never_shown():
     pool = make_pool(10, secret=secret, events=16)
     pool.tenant("a")
     seq = serve(pool, "a", ids(20))
-    shown = [repr(x) for x in (pool, seq, pool.stats(), pool.stats().as_dict(), pool.audit(), pool.events(), pool.tenant("a"))]
+    shown = [
+        repr(x)
+        for x in (
+            pool,
+            seq,
+            pool.stats(),
+            pool.stats().as_dict(),
+            pool.audit(),
+            pool.events(),
+            pool.tenant("a"),
+        )
+    ]
     shown += [str(pool.spec), repr(pool.pages), repr(pool.batch(1, 10)), str(vars(type(pool)))]
     for wrong in (secret + b"x", secret[:-1], secret.decode("latin-1"), bytearray(secret), [secret]):
         with pytest.raises(kvalloc.InvalidArgument, match="16 bytes") as error:
             make_pool(10, secret=wrong)
         shown.append(str(error.value) + repr(error.value) + repr(error.value.args) + repr(vars(error.value)))
     for text in shown:
-        assert "SeCrEt" not in text and secret.hex() not in text and str(list(secret))[1:-1] not in text
+        assert "SeCrEt" not in text
+        assert secret.hex() not in text
+        assert str(list(secret))[1:-1] not in text
     assert not any("secret" in name for name in dir(pool))
-
-
-# Threads.
-
-
-def race(jobs, seconds=1.0):
-    """Run jobs in a loop, each in a thread; the errors of others than `SequenceBusy` are the test's."""
-    stop = threading.Event()
-    failures, busy, done = [], [0], [0]
-
-    def run(job):
-        while not stop.is_set():
-            try:
-                job()
-                done[0] += 1
-            except kvalloc.SequenceBusy:
-                busy[0] += 1
-            except (kvalloc.InvalidArgument, kvalloc.OutOfPages, kvalloc.ClosedError):
-                pass
-            except BaseException as failure:
-                failures.append(failure)
-                return
-
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
-        for thread in threads:
-            thread.start()
-        threads[0].join(seconds)
-        stop.set()
-        for thread in threads:
-            thread.join(30)
-            assert not thread.is_alive()
-    finally:
-        sys.setswitchinterval(switch)
-    if failures:
-        raise failures[0]
-    assert done[0] > 0
-    return busy[0]
-
-
-@pytest.mark.parametrize("spec", ["full", "full+window", "full+state"])
-def test_threads_in_one_sequence_and_batch(spec):
-    pool = make_pool(60, SPECS[spec])
-    pool.tenant("a")
-    batch = pool.batch(3, 200)
-    seq, other = pool.open("a", ids(40)), pool.open("a", ids(50, 1))
-    batch.add(other)
-    race(
-        [
-            lambda: (batch.add(seq), batch.remove(seq)),
-            lambda: (batch.step(token_budget=3), batch.commit()),
-            lambda: (seq.extend([1]), seq.truncate(40)),
-            lambda: seq.fork().close(),
-            lambda: (repr(seq), repr(batch), seq.tokens, batch.rows, batch.csr()),
-            lambda: pool.audit().ok or pytest.fail("books"),
-        ]
-    )
-    with contextlib.suppress(kvalloc.InvalidArgument):
-        while True:
-            batch.commit()
-    seq.close()
-    other.close()
-    check_idle(pool)
-
-
-def test_a_second_thread_gets_sequence_busy(pool):
-    """A long prompt is looked up without holding the interpreter; meanwhile others work, on other sequences."""
-    long = ids(40_000)
-    race([lambda: pool.open("a", long).close(), lambda: pool.open("a", ids(20)).close(), lambda: pool.admit("a", 5)])
-    check_idle(pool)
-    assert issubclass(kvalloc.SequenceBusy, kvalloc.KvallocError)
-
-
-def test_closing_under_others_hands(pool):
-    for n in range(30):
-        batch = pool.batch(2, 100)
-        seq = pool.open("a", ids(30, n))
-        batch.add(seq)
-        start = threading.Barrier(4)
-
-        def attempt(job, start=start):
-            start.wait()
-            with contextlib.suppress(kvalloc.KvallocError):
-                job()
-
-        jobs = [seq.close, batch.step, lambda batch=batch, seq=seq: batch.remove(seq), batch.close]
-        threads = [threading.Thread(target=attempt, args=(job,)) for job in jobs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        batch.close()
-        seq.close()
-        check_idle(pool)
-
-
-def test_tenants_are_made_by_many_threads_at_once(pool):
-    race([lambda: pool.tenant("same", weight=2), lambda: pool.tenant("same", limit="1MiB"), lambda: pool.tenants()], 0.5)
-    assert [t.name for t in pool.tenants()].count("same") == 1
-
-
-# Exceptions, interpreter exit, fork, dead threads.
-
-
-@pytest.mark.parametrize("what", ["sequence", "batch", "pin", "pool"])
-def test_an_exception_inside_a_with(what):
-    pool = make_pool(20)
-    pool.tenant("a", pin_budget=20 * PAGE)
-    seq = serve(pool, "a", ids(40))
-    batch = pool.batch(2, 100)
-    if what == "sequence":
-        with pytest.raises(ZeroDivisionError), pool.open("a", ids(30, 1)) as inner:
-            batch.add(inner)
-            batch.step()
-            raise ZeroDivisionError
-        assert inner.closed and len(batch) == 0
-    elif what == "batch":
-        with pytest.raises(ZeroDivisionError), batch:
-            batch.add(seq)
-            seq.extend([1])
-            batch.step()
-            raise ZeroDivisionError
-        assert len(batch) == 0 and not seq.closed and seq.num_slots == seq.num_written == 40
-    elif what == "pin":
-        with pytest.raises(ZeroDivisionError), pool.pin(seq, 32, owner="a"):
-            raise ZeroDivisionError
-        assert pool.pins() == []
-    else:
-        with pytest.raises(ZeroDivisionError), pool:
-            raise ZeroDivisionError
-        assert pool.closed
-    seq.close()
-    check_idle(pool)
-
-
-def test_handles_close_themselves(pool):
-    seq = serve(pool, "a", ids(40))
-    gone = weakref.ref(seq)
-    seq = None
-    gc.collect()
-    assert gone() is None
-    check_idle(pool)
-    seq = pool.open("a", ids(30, 1))
-    batch = pool.batch(2, 100)
-    batch.add(seq)
-    finish(batch)
-    del seq
-    gc.collect()
-    assert len(batch) == 1 and pool.held > 0  # the batch has it
-    del batch
-    gc.collect()
-    check_idle(pool)
-
-
-def script(text, **options):
-    text = "import kvalloc, os, sys, threading, gc\n" + textwrap.dedent(text)
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", text], capture_output=True, text=True, timeout=60, check=False, **options
-    )
-
-
-SETUP = """
-spec = kvalloc.KVSpec.uniform(layers=1, kv_heads=1, head_dim=64)
-pool = kvalloc.Pool(spec, "1MiB", events=100)
-tenant = pool.tenant("a", pin_budget="1MiB")
-seq = pool.open(tenant, list(range(100)))
-batch = pool.batch(4, 400)
-batch.add(seq)
-out = batch.step()
-"""
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        "", "batch.commit(); pin = pool.pin(seq, 64, owner='a')", "pool.close()", "del pool; gc.collect()",
-        "cycle = [seq, batch]; cycle.append(cycle)", "sys.modules['kept'] = (pool, seq, batch, out)",
-        "twins = [seq.fork() for _ in range(5)]", "import atexit; atexit.register(lambda: (seq.close(), pool.close()))",
-        "threading.Thread(target=lambda: [batch.rows for _ in range(10**9)], daemon=True).start()",
-        "threading.Thread(target=lambda: [pool.open('a', list(range(5000))).close() for _ in range(10**9)], daemon=True).start()",
-        "threading.Thread(target=lambda: [pool.audit() for _ in range(10**9)], daemon=True).start()",
-        "class Bad:\n    def __del__(self): seq.close(); batch.close()\nbad = Bad(); bad.me = bad",
-    ],
-)  # fmt: skip
-def test_interpreter_exit_with_open_handles(end):
-    done = script(SETUP + end + "\nprint('end')\n")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
-
-
-CHILD = """
-def child():
-    calls = [
-        lambda: pool.open("a", [1]), lambda: pool.admit("a", 1), lambda: pool.tenant("b"), pool.tenants, pool.stats,
-        lambda: pool.free, lambda: pool.pages, pool.audit, pool.events, lambda: pool.batch(1, 1), pool.pins,
-        lambda: seq.num_tokens, lambda: seq.tokens, lambda: seq.extend([1]), seq.fork, lambda: seq.tenant,
-        lambda: seq.block_table(), lambda: batch.step(), lambda: batch.commit(), lambda: batch.add(seq),
-        lambda: batch.remove(seq), lambda: batch.rows, lambda: len(batch), lambda: batch.csr(), lambda: batch.outstanding,
-        lambda: out.num_tokens, lambda: out.refused, lambda: tenant.held, tenant.usage, lambda: tenant.set(weight=2),
-        pool.reset_prefix_cache,
-    ]
-    for n, call in enumerate(calls):
-        try:
-            call()
-        except kvalloc.ClosedError as error:
-            assert "fork" in str(error)
-        else:
-            raise AssertionError(f"call {n} worked in the child")
-    for thing in (pool, seq, batch, tenant, out):
-        try:
-            repr(thing)
-        except kvalloc.ClosedError:
-            pass
-    seq.close(); batch.close(); pool.close()
-    # A pool of its own works.
-    mine = kvalloc.Pool(spec, "1MiB")
-    mine.tenant("a")
-    with mine.open("a", [1, 2, 3]):
-        pass
-    assert mine.audit().ok
-"""
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_fork_of_the_process(busy):
-    work = """
-def work():
-    while not stop.is_set():
-        pool.tenant("t", weight=2); pool.audit(); pool.pins(); pool.tenants()
-        with pool.open("a", list(range(64))): pass
-stop = threading.Event()
-threads = [threading.Thread(target=work) for _ in range(3)]
-for t in threads: t.start()
-"""
-    text = f"""
-{SETUP}
-{CHILD}
-{work if busy else ""}
-import warnings; warnings.simplefilter("ignore")
-for _ in range({20 if busy else 1}):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            child()
-        except BaseException:
-            import traceback; traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-{"stop.set(); [t.join() for t in threads]" if busy else ""}
-batch.commit()
-assert seq.num_written == 100
-seq.close()
-assert pool.audit().ok and pool.held == 0
-print("parent unharmed")
-"""
-    done = script(text)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "parent unharmed\n", "")
-
-
-def forked_worker(pool, seq, answers):
-    try:
-        seq.extend([1])
-    except kvalloc.ClosedError as error:
-        answers.put(str(error))
-
-
-def test_fork_by_multiprocessing(pool):
-    context = multiprocessing.get_context("fork")
-    seq = serve(pool, "a", ids(40))
-    answers = context.SimpleQueue()
-    process = context.Process(target=forked_worker, args=(pool, seq, answers))
-    process.start()
-    process.join(30)
-    assert process.exitcode == 0
-    assert "spawn" in answers.get()
-    assert seq.num_tokens == 40
-    seq.close()
-    check_idle(pool)
-
-
-def test_handles_do_not_travel():
-    """Pickling a handle is refused; a spec travels."""
-    import copy
-    import pickle
-
-    pool = make_pool(4)
-    tenant = pool.tenant("a")
-    for thing in (pool, tenant, pool.open("a", [1]), pool.batch(1, 10), pool.pages):
-        for way in (pickle.dumps, copy.copy, copy.deepcopy):
-            with pytest.raises(TypeError):
-                way(thing)
-    assert pickle.loads(pickle.dumps(FULL)) == FULL
-
-
-@pytest.mark.parametrize("end", ["raise SystemExit", "raise KeyboardInterrupt", "1 / 0", "sys.exit(3)"])
-def test_a_thread_that_dies_holding_handles(end):
-    done = script(
-        f"""
-        {textwrap.indent(SETUP, " " * 8)}
-        def work():
-            mine = pool.open("a", list(range(500, 600)))
-            rows = pool.batch(1, 200)
-            rows.add(mine)
-            rows.step()
-            {end}
-
-        threading.excepthook = lambda arguments: None
-        for _ in range(50):
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-        gc.collect()
-        assert pool.held == 7 * spec.page_bytes() and pool.audit().ok
-        batch.commit()
-        seq.close()
-        assert pool.held == 0 and pool.free + pool.cached == pool.capacity and pool.audit().ok
-        print("goes on")
-        """
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
-
-
-def test_an_object_that_raises_while_it_is_read(pool):
-    """Arguments are Python objects; their exceptions come through, and nothing has happened."""
-
-    class Bad:
-        def __index__(self):
-            raise ZeroDivisionError
-
-        def __repr__(self):
-            raise ZeroDivisionError
-
-        def __iter__(self):
-            yield 1
-            raise ZeroDivisionError
-
-        def __len__(self):
-            return 2
-
-    bad = Bad()
-    batch = pool.batch(1, 100)
-    with unchanged(pool):
-        for call in (
-            lambda: pool.open("a", bad), lambda: pool.open("a", [bad]), lambda: pool.open(bad, [1]),
-            lambda: pool.open("a", [1], share=bad), lambda: pool.batch(bad, 1), lambda: batch.step(bad),
-            lambda: pool.pages.release(bad), lambda: pool.pages.lookup("a", bad), lambda: pool.tenant("x", reserve=bad),
-            lambda: pool.tenant("x", publish=bad), lambda: batch.bind(seq_lens=bad), lambda: kvalloc.Pool(FULL, bad),
-            lambda: pool.advance(bad), lambda: pool.tenant("x", weight=bad),
-        ):  # fmt: skip
-            with pytest.raises((ZeroDivisionError, kvalloc.KvallocError, TypeError)):
-                call()
-    assert hit(pool, "a", ids(20)) == 0

@@ -9,9 +9,21 @@ import threading
 
 import numpy as np
 import pytest
-from tinypool import PAGE, SPECS, TOKENS, cache, check, check_idle, finish, hit, ids, make_pool, serve, unchanged
 
 import kvalloc
+from tinypool import (
+    PAGE,
+    SPECS,
+    TOKENS,
+    cache,
+    check,
+    check_idle,
+    finish,
+    hit,
+    ids,
+    make_pool,
+    unchanged,
+)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -118,7 +130,7 @@ def test_a5_threads_that_take_too_much_leave_nothing_behind():
             try:
                 got = pages.allocate(name, rng.randint(1, 8))
             except kvalloc.OutOfPages as refused:
-                assert refused.asked > 0
+                assert refused.asked > 0  # noqa: PT017
             else:
                 pages.release(got)
 
@@ -160,7 +172,20 @@ def test_a6_one_balance_whatever_happens(spec, seed):
     pins: list[kvalloc.Pin] = []
     for _ in range(250):
         act = rng.choice(
-            ["open", "add", "step", "step", "commit", "remove", "close", "fork", "truncate", "extend", "pin", "tick"]
+            [
+                "open",
+                "add",
+                "step",
+                "step",
+                "commit",
+                "remove",
+                "close",
+                "fork",
+                "truncate",
+                "extend",
+                "pin",
+                "tick",
+            ]
         )
         rows = batch.rows
         anyone = [*idle, *rows]
@@ -196,7 +221,9 @@ def test_a6_one_balance_whatever_happens(spec, seed):
             elif act == "extend" and anyone:
                 rng.choice(anyone).extend(ids(rng.randint(1, 20), 9))
             elif act == "pin" and anyone:
-                pins.append(pool.pin(rng.choice(anyone), 32, owner=rng.choice(names), ttl=rng.choice([None, 2])))
+                pins.append(
+                    pool.pin(rng.choice(anyone), 32, owner=rng.choice(names), ttl=rng.choice([None, 2]))
+                )
             elif act == "tick":
                 pool.advance(1)
                 if pins and rng.random() < 0.5:
@@ -248,7 +275,15 @@ def test_a6_the_balance_holds_under_load():
 
 # An abort at every point of a sequence's life, in every kind of model.
 
-ABORTS = ["opened", "in batch", "between step and commit", "twice outstanding", "committed", "decoding", "forked"]
+ABORTS = [
+    "opened",
+    "in batch",
+    "between step and commit",
+    "twice outstanding",
+    "committed",
+    "decoding",
+    "forked",
+]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -258,7 +293,7 @@ ABORTS = ["opened", "in batch", "between step and commit", "twice outstanding", 
 def test_a_abort_in_any_state(spec, when, admit, how):
     pool = make_pool(60, SPECS[spec])
     pool.tenant("a")
-    # Neighbours on both sides: the rows of the one that leaves and of the one that moves have to be told apart.
+    # Neighbours on both sides: the row that leaves and the one that moves have to be told apart.
     batch = pool.batch(4, 400)
     first, last = (pool.open("a", ids(40, seed)) for seed in (1, 2))
     batch.add(first)
@@ -375,7 +410,10 @@ def test_a_commits_beyond_the_steps_are_refused():
         batch.step()
     with unchanged(pool), pytest.raises(kvalloc.InvalidArgument, match="commit first"):
         batch.step()
-    with unchanged(pool), pytest.raises(kvalloc.InvalidArgument, match="2 sampled tokens for a step of 1 rows"):
+    with (
+        unchanged(pool),
+        pytest.raises(kvalloc.InvalidArgument, match="2 sampled tokens for a step of 1 rows"),
+    ):
         batch.commit([1, 2])
     assert batch.outstanding == 8
     seq.close()

@@ -6,6 +6,8 @@ import contextlib
 
 import numpy as np
 import pytest
+
+import kvalloc
 from tinypool import (
     FULL,
     PAGE,
@@ -23,8 +25,6 @@ from tinypool import (
     serve,
     unchanged,
 )
-
-import kvalloc
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_e27_a_prompt_that_fits_and_its_output_that_does_not(admit):
 
 
 def test_e28_the_whole_need_is_reserved_before_a_load_starts():
-    """Four large ones fill nine tenths; the fifth waits and takes nothing; each of the four reaches its end."""
+    """Four large ones fill nine tenths; the fifth waits and takes nothing; all four reach their end."""
     pool = make_pool(100)
     tenant = pool.tenant("a")
     four = [pool.open(tenant, ids(300, n), 50, admit=True) for n in range(4)]
@@ -184,7 +184,9 @@ def test_e29_the_only_sequence_without_room_fails_alone(spec):
         if refused:
             break
     [refusal] = refused
-    assert refusal.sequence == seq and refusal.needed_bytes >= PAGE and refusal.room < refusal.needed_bytes
+    assert refusal.sequence == seq
+    assert refusal.needed_bytes >= PAGE
+    assert refusal.room < refusal.needed_bytes
     assert seq.num_written == TOKENS
     assert list(seq.tokens) == [*ids(8), 1, *[7] * 8]
     # Others go on: a second sequence of one page less, the same one once there is room.
@@ -301,12 +303,14 @@ def test_f33_no_contiguity_is_ever_needed(step):
     seq = pool.open("a", ids(free * TOKENS))
     batch.add(seq)
     out = batch.step()
-    assert out.num_tokens == free * TOKENS and not out.refused
+    assert out.num_tokens == free * TOKENS
+    assert not out.refused
     slots = batch.slot_mapping()[: out.num_tokens]
     table = seq.block_table().astype(np.int64)
     positions = np.arange(out.num_tokens)
     np.testing.assert_array_equal(slots, table[positions // TOKENS] * TOKENS + positions % TOKENS)
-    assert len(set(slots)) == out.num_tokens and min(slots) >= TOKENS
+    assert len(set(slots)) == out.num_tokens
+    assert min(slots) >= TOKENS
     batch.commit()
     seq.close()
     check_idle_but(pool, 128 - free)
@@ -328,7 +332,8 @@ def test_f34_an_empty_pool_serves_any_class(first, left):
         n = pool.capacity // sizes[g]
         pages = pool.pages.allocate("a", n, group=g)
         assert pool.free < sizes[g]
-        assert len(set(pool.pages.frames(pages))) == n and 0 not in pool.pages.frames(pages)
+        assert len(set(pool.pages.frames(pages))) == n
+        assert 0 not in pool.pages.frames(pages)
         check(pool)
         if left != "nothing":
             pool.pages.publish("a", pages, list(range(n)), group=g)
@@ -340,9 +345,13 @@ def test_f34_an_empty_pool_serves_any_class(first, left):
     "spec",
     [
         *SPECS.values(),
-        kvalloc.KVSpec.uniform(layers=3, kv_heads=1, head_dim=24, page_tokens=3),  # 864 bytes, padded to 1,024
+        kvalloc.KVSpec.uniform(
+            layers=3, kv_heads=1, head_dim=24, page_tokens=3
+        ),  # 864 bytes, padded to 1,024
         kvalloc.KVSpec.uniform(layers=1, kv_heads=1, head_dim=1, dtype="int8", page_tokens=1),
-        kvalloc.KVSpec.uniform(layers=1, kv_heads=3, head_dim=80, dtype="int8", page_tokens=7, small_dtype=None),
+        kvalloc.KVSpec.uniform(
+            layers=1, kv_heads=3, head_dim=80, dtype="int8", page_tokens=7, small_dtype=None
+        ),
     ],
 )
 def test_f35_page_bytes_are_one_number(spec):
@@ -351,13 +360,18 @@ def test_f35_page_bytes_are_one_number(spec):
     pool.tenant("a")
     for g in range(len(spec.groups)):
         size = spec.classes[g].page_bytes
-        assert size == spec.page_bytes(g) and size % 256 == 0
+        assert size == spec.page_bytes(g)
+        assert size % 256 == 0
         before = pool.free
         pages = pool.pages.allocate("a", 3, group=g)
         assert before - pool.free == pool.tenant("a").held == pool.audit().device.held == 3 * size
         pool.pages.release(pages)
     seq = pool.open("a", ids(1), admit=True)
-    assert seq.promised == pool.admit("a", 1).bytes == sum(spec.classes[g].page_bytes for g in range(len(spec.groups)))
+    assert (
+        seq.promised
+        == pool.admit("a", 1).bytes
+        == sum(spec.classes[g].page_bytes for g in range(len(spec.groups)))
+    )
     seq.close()
     check_idle(pool)
 
@@ -399,7 +413,8 @@ def test_f36_charged_is_what_is_really_held(spec, chunk):
         assert last - first <= pages <= last - first + 1  # the step trims before it grows
         assert not shown[: last - pages].any()
         np.testing.assert_array_equal(shown[last - pages : last], seq.block_table(g)[last - pages :])
-        assert shown[last - pages : last].all() and not shown[last:].any()
+        assert shown[last - pages : last].all()
+        assert not shown[last:].any()
     assert really_held() == tenant.held
     seq.close()
     check_idle(pool)
@@ -424,11 +439,15 @@ def test_f36_a_hit_takes_what_decoding_from_there_needs(spec):
     for g, kind in enumerate(pool.spec.groups):
         table = reader.block_table(g)
         if kind.kind == "state":
-            assert len(table) == 1 and table[0] != kept[g][0]
+            assert len(table) == 1
+            assert table[0] != kept[g][0]
             continue
         needed = np.flatnonzero(table)
         assert len(table) == 10
-        first = {"window": (160 - (kind.window or 0) + 1) // TOKENS, "chunked": 160 // (kind.window or 1) * (kind.window or 1) // TOKENS}
+        first = {
+            "window": (160 - (kind.window or 0) + 1) // TOKENS,
+            "chunked": 160 // (kind.window or 1) * (kind.window or 1) // TOKENS,
+        }
         assert list(needed) == list(range(first.get(kind.kind, 0), 10))
         for page in needed:
             if kept[g][page]:
@@ -461,7 +480,7 @@ def test_f36_a_fixed_state_is_hit_where_a_snapshot_was_kept(kept):
                 other = pool.batch(1, 200)
                 other.add(reader)
                 copies = other.step().copies
-                assert [list(c)[0] for c in copies] == [1]
+                assert [next(iter(c)) for c in copies] == [1]
                 other.commit()
                 check(pool)
     writer.close()
@@ -484,7 +503,7 @@ def test_f36_a_fork_during_a_step_that_writes_the_state_is_refused():
 
 
 def test_f36_a_chunk_border_alone_is_no_hit():
-    """Behind a border no page of the chunk before is needed; that does not make a prompt nobody wrote a hit."""
+    """Behind a border no page of the chunk before is needed; what nobody wrote is no hit all the same."""
     pool = make_pool(20, SPECS["chunked"])
     pool.tenant("a")
     for n in (49, 97, 145):
@@ -499,12 +518,14 @@ def test_f37_more_than_2_31_elements_and_4_gib_a_layer():
     n = 70_000
     pool = kvalloc.Pool(spec, spec.page_bytes() * (n + 1))
     elements = n * 16 * 32 * 128
-    assert elements > 2**31 and elements * 2 > 4 << 30
+    assert elements > 2**31
+    assert elements * 2 > 4 << 30
     pool.tenant("a")
     assert pool.capacity == n * spec.page_bytes() == pool.free
     pages = pool.pages.allocate("a", n)
     frames = pool.pages.frames(pages)
-    assert frames.dtype == np.int32 and frames.max() == n
+    assert frames.dtype == np.int32
+    assert frames.max() == n
     assert len(np.unique(frames)) == n
     check(pool)
     assert pool.audit().device.held == pool.capacity
@@ -543,16 +564,18 @@ def test_f38_memory_that_is_no_multiple_is_rounded_down_and_told(page_bytes, siz
     asked = kvalloc.parse_bytes(size)
     layout = spec.arena(size)
     assert layout.bytes + layout.rounded_off == asked
-    assert layout.bytes % page_bytes == 0 and layout.rounded_off < page_bytes
+    assert layout.bytes % page_bytes == 0
+    assert layout.rounded_off < page_bytes
     pool = kvalloc.Pool(spec, size, host_bytes=size)
     assert pool.capacity == layout.bytes - page_bytes  # frame 0
     report = pool.audit()
-    assert report.ok and report.host.capacity == report.host.free == pool.capacity
+    assert report.ok
+    assert report.host.capacity == report.host.free == pool.capacity
 
 
 @pytest.mark.parametrize("short", [1, 4096, 8191])
 def test_f38_memory_for_no_page_is_refused(short):
-    with pytest.raises(kvalloc.KvallocError, match="8192|4096"):
+    with pytest.raises(kvalloc.KvallocError, match=r"8192|4096"):
         kvalloc.Pool(FULL, 2 * PAGE - short)
     assert kvalloc.Pool(FULL, 2 * PAGE).capacity == PAGE
 

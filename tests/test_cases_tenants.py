@@ -6,15 +6,29 @@ import math
 
 import numpy as np
 import pytest
-from tinypool import PAGE, SPECS, TOKENS, cache, check, check_idle, decode, hit, ids, make_pool, serve, unchanged
 
 import kvalloc
+from tinypool import (
+    PAGE,
+    SPECS,
+    TOKENS,
+    cache,
+    check,
+    check_idle,
+    decode,
+    hit,
+    ids,
+    make_pool,
+    serve,
+    unchanged,
+)
 
 
 def test_g39_what_was_never_locked_cannot_be_unlocked():
     pool = make_pool(10)
     pool.tenant("a", pin_budget=10 * PAGE)
-    assert not hasattr(pool, "unpin") and not hasattr(pool.pages, "unpin")
+    assert not hasattr(pool, "unpin")
+    assert not hasattr(pool.pages, "unpin")
     with pytest.raises(TypeError):
         kvalloc.Pin()
     seq = serve(pool, "a", ids(32))
@@ -24,7 +38,8 @@ def test_g39_what_was_never_locked_cannot_be_unlocked():
     with unchanged(pool), pytest.raises(kvalloc.PinError):
         one.unpin()
     seq.close()
-    assert pool.pinned == 2 * PAGE and len(pool.pins()) == 1
+    assert pool.pinned == 2 * PAGE
+    assert len(pool.pins()) == 1
     two.unpin()
     check_idle(pool)
 
@@ -40,7 +55,8 @@ def test_g41_pins_have_a_budget_and_an_owner():
             with serve(pool, "a", ids(16, n)) as seq:
                 pins.append(pool.pin(seq, 16, owner="a", label=f"chat {n}"))
     assert "'a'" in str(over.value) or '"a"' in str(over.value)
-    assert len(pins) == 10 and pool.pinned == 10 * PAGE == pool.tenant("a").pinned
+    assert len(pins) == 10
+    assert pool.pinned == 10 * PAGE == pool.tenant("a").pinned
     assert [(pin.owner, pin.label, pin.bytes, pin.pages) for pin in pool.pins()] == [
         ("a", f"chat {n}", PAGE, 1) for n in range(10)
     ]
@@ -77,7 +93,8 @@ def test_g41_an_expired_pin_frees_room_under_a_limit(limit):
     with unchanged(pool), pytest.raises(kvalloc.OutOfPages):
         pool.pages.allocate("a", 1)
     pool.advance(9.999)
-    assert pool.pinned == 4 * PAGE and pin.expires == 10
+    assert pool.pinned == 4 * PAGE
+    assert pin.expires == 10
     pool.advance(0.001)
     assert pool.pinned == 0
     assert len(pool.pages.allocate("a", 4)) == 4
@@ -119,7 +136,8 @@ def test_i45_a_limit_above_the_capacity_is_the_capacity():
     assert tenant.limit == 1 << 40 or tenant.limit >= pool.capacity
     with unchanged(pool), pytest.raises(kvalloc.OutOfPages) as refused:
         pool.pages.allocate(tenant, 11)
-    assert refused.value.level is None and refused.value.why == "claim"
+    assert refused.value.level is None
+    assert refused.value.why == "claim"
     assert len(pool.pages.allocate(tenant, 10)) == 10
 
 
@@ -129,7 +147,7 @@ def test_i45_reserves_above_the_capacity_are_refused(how):
     pool.tenant("a", reserve=6 * PAGE)
     if how != "new":
         pool.tenant("b", reserve=4 * PAGE)
-    with unchanged(pool), pytest.raises(kvalloc.TenantError, match=f"{PAGE}"):
+    with unchanged(pool), pytest.raises(kvalloc.TenantError, match=f"{PAGE}"):  # noqa: PT012
         if how == "set":
             pool.tenant("b").set(reserve=5 * PAGE)
         else:
@@ -224,12 +242,15 @@ def test_i46_a_page_that_cannot_go_does_not_hold_up_the_others():
 def test_i47_naming_a_tenant_again_changes_nothing_of_it():
     """A quota manager that starts anew, with an empty table or a full one, wipes nobody."""
     pool = make_pool(10)
-    tenant = pool.tenant("a", reserve=2 * PAGE, limit=8 * PAGE, weight=3, priority=7, pin_budget=PAGE, lend=True)
+    tenant = pool.tenant(
+        "a", reserve=2 * PAGE, limit=8 * PAGE, weight=3, priority=7, pin_budget=PAGE, lend=True
+    )
     seq = serve(pool, tenant, ids(40))
     cache(pool, tenant, ids(33, 1))
     with unchanged(pool):
         again = pool.tenant("a")
-        assert again == tenant and hash(again) == hash(tenant)
+        assert again == tenant
+        assert hash(again) == hash(tenant)
         figures = (again.reserve, again.limit, again.weight, again.priority, again.pin_budget, again.lend)
         assert figures == (2 * PAGE, 8 * PAGE, 3, 7, PAGE, True)
     pool.tenant("a", weight=4)
@@ -286,7 +307,7 @@ def test_i48_in_a_full_pool_whoever_is_most_over_its_claim_gives_first():
     pages = pool.pages.allocate(quiet, 3)
     assert (quiet.cached, noisy.cached) == (5 * PAGE, 12 * PAGE)
     pool.pages.release(pages)
-    # At the asker's own limit its own go first, whatever the neighbours have; two more are needed in the pool.
+    # At the asker's own limit its own go first, whatever the neighbours have; two more the pool needs.
     quiet.set(limit=10 * PAGE)
     pool.pages.allocate(quiet, 8)
     assert (quiet.cached, noisy.cached) == (2 * PAGE, 10 * PAGE)
@@ -312,7 +333,23 @@ def test_i48_a_request_that_can_never_be_granted_evicts_nothing(level):
     assert pool.stats().evictions == 0
 
 
-SIZES = [math.nan, math.inf, -math.inf, -1, "12GX", "", " ", "GiB", 2**63, 2**64, 10**400, 1.5, True, None, "nan"]
+SIZES = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    -1,
+    "12GX",
+    "",
+    " ",
+    "GiB",
+    2**63,
+    2**64,
+    10**400,
+    1.5,
+    True,
+    None,
+    "nan",
+]
 SIZES += ["inf", "-1GiB", "1e9", "0x10", "12Gib", "12gb ", b"1GiB", [1], "1,5GiB", "١GiB", "1" * 100]
 
 
@@ -325,7 +362,10 @@ def test_i49_sizes_are_read_or_refused(what, size):
     pool.tenant("org")
     tenant = pool.tenant("a", parent="org")
     value = {"org": size} if what == "publish" else size
-    for attempt in (lambda: tenant.set(**{what: value}), lambda: pool.tenant("new", parent="org", **{what: value})):
+    for attempt in (
+        lambda: tenant.set(**{what: value}),
+        lambda: pool.tenant("new", parent="org", **{what: value}),
+    ):
         with unchanged(pool), pytest.raises(kvalloc.KvallocError) as refused:
             attempt()
         assert isinstance(refused.value, ValueError)
@@ -334,7 +374,9 @@ def test_i49_sizes_are_read_or_refused(what, size):
     assert "new" not in [t.name for t in pool.tenants()]
 
 
-@pytest.mark.parametrize(("text", "size"), [("12GB", 12 * 10**9), ("12GiB", 12 << 30), ("12 gib".replace("b", "B"), 12 << 30)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("12GB", 12 * 10**9), ("12GiB", 12 << 30), ("12 gib".replace("b", "B"), 12 << 30)]
+)
 def test_i49_decimal_and_binary_units_are_taken_at_their_word(text, size):
     pool = kvalloc.Pool(SPECS["full"], text)
     assert pool.capacity == size // PAGE * PAGE - PAGE

@@ -111,7 +111,7 @@ def spec_of(name: str, **options: Any) -> KVSpec:
 
 class TestKnownModels:
     @pytest.mark.parametrize(("name", "all_bytes", "grow", "cap"), TABLE, ids=[row[0] for row in TABLE])
-    def test_bytes(self, name: str, all_bytes: int, grow: int, cap: int) -> None:
+    def test_k53_bytes(self, name: str, all_bytes: int, grow: int, cap: int) -> None:
         spec = spec_of(name)
         assert spec.bytes_per_token == all_bytes
         assert spec.grow_bytes_per_token == grow
@@ -260,7 +260,7 @@ class TestConfigs:
         with pytest.raises(SpecError, match="not int"):
             KVSpec.from_hf_config(7)  # type: ignore[arg-type]
 
-    def test_head_dim_missing_or_given(self) -> None:
+    def test_k53_head_dim_missing_or_given(self) -> None:
         assert KVSpec.from_hf_config(BASE).groups[0].k_dim == 64
         assert KVSpec.from_hf_config({**BASE, "head_dim": 128}).groups[0].k_dim == 128
         assert KVSpec.from_hf_config({**BASE, "head_dim": None}).groups[0].k_dim == 64
@@ -303,7 +303,7 @@ class TestConfigs:
             ),
         ],
     )
-    def test_qwen_windows(self, more: dict[str, Any], kinds: list[str]) -> None:
+    def test_k53_qwen_windows(self, more: dict[str, Any], kinds: list[str]) -> None:
         spec = KVSpec.from_hf_config({**BASE, "model_type": "qwen2", "num_key_value_heads": 2, **more})
         assert [g.kind for g in spec.groups] == kinds
 
@@ -373,7 +373,7 @@ class TestConfigs:
         assert spec.anchor is None
         assert spec.bytes_for(10**6) == spec.page_bytes()
 
-    def test_multi_query(self) -> None:
+    def test_k53_multi_query(self) -> None:
         assert spec_of("falcon-7b").groups[0].kv_heads == 1
         star = {"model_type": "gpt_bigcode", "n_layer": 40, "n_head": 48, "n_embd": 6144}
         assert KVSpec.from_hf_config(star).bytes_per_token == 40 * 256 * 2
@@ -512,14 +512,14 @@ class TestConfigs:
 
 
 class TestPlanner:
-    def test_gpt_oss_120b(self) -> None:
+    def test_k54_gpt_oss_120b(self) -> None:
         spec = spec_of("gpt-oss-120b")
         size = 78_384 * 73_728
         assert format_bytes(size) == "5.38 GiB"
         assert spec.unwindowed().tokens_in(size) == 78_384
         assert spec.tokens_in(size) == (2 * 78_384 // 16 - 9) * 16
 
-    def test_gpt_oss_20b(self) -> None:
+    def test_k54_gpt_oss_20b(self) -> None:
         spec = spec_of("gpt-oss-20b")
         assert 32 * spec.bytes_for(8_192) == 32 * (8_192 * 24_576 + 3_145_728)
         assert format_bytes(32 * spec.bytes_for(8_192)) == "6.09 GiB"

@@ -39,9 +39,7 @@ SPECS = {
     "two windows": kvalloc.KVSpec.from_groups(
         [group("window", "near", window=20), group("window", "far", window=70)], TOKENS
     ),
-    "two sizes": kvalloc.KVSpec.from_groups(
-        [group("full"), group("window", window=40, kv_heads=2)], TOKENS
-    ),
+    "two sizes": kvalloc.KVSpec.from_groups([group("full"), group("window", window=40, kv_heads=2)], TOKENS),
 }
 STATELESS = [name for name in SPECS if "state" not in name]
 
@@ -123,7 +121,7 @@ def unchanged(pool: kvalloc.Pool) -> Iterator[None]:
     """What happens inside leaves the books as they were."""
 
     def figures():
-        # Not `charged` and `claim`: what lies in stock between the ledger's tree and its users comes and goes.
+        # Not `charged` and `claim`: what lies in stock between the ledger and its users comes and goes.
         parts = ("held", "cached", "pinned", "promised", "reserve", "limit")
         usage = [(t.name, *(getattr(t.usage(), part) for part in parts)) for t in pool.tenants()]
         return pool.free, pool.held, pool.cached, pool.pinned, pool.promised, usage

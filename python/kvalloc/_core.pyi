@@ -78,7 +78,15 @@ class Pool:
     def tenants(self) -> list[Tenant]: ...
     def remove_tenant(self, tenant: Scope) -> int: ...
     def admit(
-        self, tenant: Scope, prompt_ids: TokenIds | SupportsIndex, max_new_tokens: SupportsIndex = 0
+        self,
+        tenant: Scope,
+        prompt_ids: TokenIds | SupportsIndex,
+        max_new_tokens: SupportsIndex = 0,
+        *,
+        share: Iterable[tuple[Scope, SupportsIndex]] | None = None,
+        adapter: str | bytes | None = None,
+        adapter_generation: SupportsIndex = 0,
+        extra_key: str | bytes | None = None,
     ) -> Admission: ...
     def open(
         self,
@@ -223,7 +231,7 @@ class Admission:
     @property
     def room(self) -> int: ...
     @property
-    def why(self) -> Literal["limit", "claim"]: ...
+    def why(self) -> Literal["limit", "claim"] | None: ...
     @property
     def behind(self) -> str | None: ...
     @property

@@ -5,9 +5,9 @@
 
 use crate::{
     error::{Error, Refusal, Why},
-    hash::Context,
     pool::Pool,
     prefix::Prompt,
+    sequence::Open,
     stats::TenantCounter,
     word::{GroupId, TenantId, Tier, Units},
 };
@@ -34,8 +34,8 @@ pub struct Admission {
     pub room: u64,
     /// The level that is in the way: a tenant whose limit it is, or the root.
     pub behind: TenantId,
-    /// In which way.
-    pub why: Why,
+    /// In which way; `None` for [`Verdict::Now`].
+    pub why: Option<Why>,
 }
 
 impl Pool {
@@ -71,19 +71,14 @@ impl Pool {
         Ok(())
     }
 
-    /// May a prompt start now, to grow by `max_new` tokens?
+    /// May this start now? `length`: of the prompt, whose tokens may be left out of `open`; then no prefix is looked for.
     ///
     /// # Errors
-    /// An empty or absurdly long prompt, no such tenant.
-    pub fn admit(
-        &self,
-        tenant: TenantId,
-        tokens: &[u32],
-        length: u32,
-        max_new: u32,
-    ) -> Result<Admission, Error> {
+    /// An empty or absurdly long prompt, no such tenant, a scope that is not above it.
+    pub fn admit(&self, tenant: TenantId, open: &Open<'_>, length: u32) -> Result<Admission, Error> {
         self.check_open()?;
         self.check_tenant(tenant)?;
+        let max_new = open.max_new_tokens;
         let total = length
             .checked_add(max_new)
             .filter(|&n| length > 0 && n <= crate::sequence::MAX_TOKENS)
@@ -94,11 +89,12 @@ impl Pool {
             ))
         })?;
         let all = self.need(total);
-        let shared: u64 = if tokens.is_empty() {
+        let shared: u64 = if open.tokens.is_empty() {
             0
         } else {
-            let root = self.hasher.root(&Context { weights: self.weights_epoch_now(), ..Context::default() });
-            let pages = self.peek_prefix(&Prompt { tenant, tokens, root }, &[]);
+            let ranges = self.ranges(tenant, open)?;
+            let prompt = Prompt { tenant, tokens: &open.tokens, root: self.root(open) };
+            let pages = self.peek_prefix(&prompt, &ranges);
             let held = pages.iter().filter(|p| self.pages.read(p.id).is_held());
             held.map(|p| u64::from(self.units_of(p.id))).sum()
         };
@@ -113,13 +109,13 @@ impl Pool {
             why,
         };
         if units > u64::from(room.ever.0) {
-            return Ok(answer(Verdict::Never, room.ever, room.ever_level, Why::Limit));
+            return Ok(answer(Verdict::Never, room.ever, room.ever_level, Some(Why::Limit)));
         }
         let why = if room.level == TenantId(0) { Why::Claim } else { Why::Limit };
         if units > u64::from(room.now.0) {
             self.stats.count_for(tenant, TenantCounter::Waited, 1);
-            return Ok(answer(Verdict::Wait, room.now, room.level, why));
+            return Ok(answer(Verdict::Wait, room.now, room.level, Some(why)));
         }
-        Ok(answer(Verdict::Now, room.now, tenant, why))
+        Ok(answer(Verdict::Now, room.now, tenant, None))
     }
 }

@@ -20,6 +20,9 @@
 //!
 //! Callers: the binding.
 
+#[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
+mod tests;
+
 use crate::{
     page::Link,
     pool::Pool,

@@ -32,6 +32,9 @@ use crate::{
     word::{FrameId, GroupId, Lane, PageRef, Tier},
 };
 
+/// Tokens of a draft that can be taken back after their commit, whatever has left a window by then.
+pub const LONGEST_DRAFT: u32 = 64;
+
 /// Steps that may wait for their commit.
 pub const MAX_OUTSTANDING: usize = 8;
 
@@ -110,9 +113,8 @@ struct Record {
     sources: Vec<PageRef>,
 }
 
+/// The row of an entry whose sequence has left.
 const GONE: u32 = u32::MAX;
-/// In a count: the row was truncated into the tokens of this step, so what was sampled after them follows nothing.
-const CUT: u32 = 1 << 31;
 
 /// The state of a batch.
 #[derive(Debug)]
@@ -312,7 +314,7 @@ impl Batch {
     /// # Errors
     /// Busy; no step waits; as many tokens as rows. Then nothing was done.
     pub fn commit(&self, sampled: Option<&[i32]>) -> Result<(), Error> {
-        let Shared { pool, member, .. } = &*self.shared;
+        let Shared { pool, shape, member, .. } = &*self.shared;
         let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
         let Some(record) = inner.outstanding.front() else {
             return Err(Error::Argument("no step waits for a commit; call step first".into()));
@@ -327,7 +329,7 @@ impl Batch {
             )));
         }
         let _op = pool.enter(inner.lane);
-        inner.commit(pool, sampled);
+        inner.commit(pool, *shape, sampled);
         if inner.outstanding.is_empty() {
             pool.quiescence.quiesce(*member);
         }
@@ -519,7 +521,8 @@ impl Inner {
         body
     }
 
-    /// The row was truncated: steps that are not committed count as far as its slots still reach.
+    /// The row was truncated: steps that are not committed count as far as its slots still reach, and what is sampled for
+    /// one follows what is left of it (a draft, of which only a part was accepted).
     fn clip(&mut self, row: usize) {
         let body = &self.rows[row].body;
         let mut left = body.slots - body.written;
@@ -535,10 +538,8 @@ impl Inner {
                 record.counts.resize(record.rows, 1);
             }
             let count = &mut record.counts[entry];
-            if *count & !CUT > left {
-                *count = left | CUT;
-            }
-            left -= *count & !CUT;
+            *count = (*count).min(left);
+            left -= *count;
         }
     }
 
@@ -743,7 +744,7 @@ impl Inner {
         }
         let mut count = count.min(shape.tokens - slots);
         if self.hot.written[row] >= self.hot.trim[row] {
-            self.trim_row(pool, shape, row);
+            self.trim_row(pool, shape, row, self.hot.written[row]);
         }
         if self.rows[row].body.shared_tail {
             self.unshare_tail(pool, shape, row)?;
@@ -781,9 +782,9 @@ impl Inner {
         }
     }
 
-    fn trim_row(&mut self, pool: &Pool, shape: Shape, row: usize) {
+    fn trim_row(&mut self, pool: &Pool, shape: Shape, row: usize, next: u32) {
         let body = &mut self.rows[row].body;
-        body.trim(pool, self.lane, &mut self.scratch);
+        body.trim(pool, self.lane, next, &mut self.scratch);
         for (g, table) in body.tables.iter().enumerate() {
             let start = (table.start as usize).min(shape.pages);
             self.arrays.group(g).block_table[row * shape.pages..][..start].fill(0);
@@ -923,7 +924,7 @@ impl Inner {
         self.outstanding.push_back(record);
     }
 
-    fn commit(&mut self, pool: &Pool, sampled: Option<&[i32]>) {
+    fn commit(&mut self, pool: &Pool, shape: Shape, sampled: Option<&[i32]>) {
         let Some(mut record) = self.outstanding.pop_front() else { return };
         let mut written = 0;
         for entry in 0..record.rows {
@@ -933,7 +934,6 @@ impl Inner {
                 Some(&row) => row as usize,
             };
             let count = record.counts.get(entry).map_or(1, |&c| c);
-            let (count, cut) = (count & !CUT, count & CUT != 0);
             if count == 0 {
                 continue;
             }
@@ -942,7 +942,7 @@ impl Inner {
             written += u64::from(now - hot.written[row]);
             hot.written[row] = now;
             if now >= hot.known[row] {
-                self.learn(row, now, sampled.filter(|_| !cut).map_or(-1, |s| s[entry]));
+                self.learn(row, now, sampled.map_or(-1, |s| s[entry]));
             }
             let hot = &mut self.hot;
             if now >= hot.publish[row] && hot.known[row] >= hot.publish[row] {
@@ -952,6 +952,11 @@ impl Inner {
                 body.count_hits(pool, self.lane);
                 body.publish(pool, self.lane, &mut self.scratch);
                 hot.publish[row] = body.next_publish(pool.spec.page_tokens());
+            }
+            // A little late, so that a draft that is rejected now can still be taken back; the next step does the rest.
+            if now >= self.hot.trim[row].saturating_add(LONGEST_DRAFT) {
+                self.sync_out(row);
+                self.trim_row(pool, shape, row, now - LONGEST_DRAFT);
             }
         }
         if !record.sources.is_empty() {

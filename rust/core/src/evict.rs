@@ -185,11 +185,19 @@ impl Orders {
     }
 
     /// Put a page into its payer's order. The caller's transition has just set QUEUED.
-    #[inline]
     pub(crate) fn enqueue(&self, pages: &Pages, tenant: TenantId, id: PageId) {
-        let half = if pages.read(id).is_proven() { Half::Proven } else { Half::New };
-        self.word(tenant, COUNTS).plus(half.count());
-        self.queue(tenant, half).push(pages, id, spare(pages, id));
+        self.enqueue_all(pages, tenant, &[id]);
+    }
+
+    /// Put pages into their payer's order, one after the other.
+    pub(crate) fn enqueue_all(&self, pages: &Pages, tenant: TenantId, ids: &[PageId]) {
+        let half = |id| if pages.read(id).is_proven() { Half::Proven } else { Half::New };
+        // Nobody but the caller touches these pages' halves before they are linked.
+        let counts = ids.iter().map(|&id| half(id).count()).sum();
+        self.word(tenant, COUNTS).plus(counts);
+        for &id in ids {
+            self.queue(tenant, half(id)).push(pages, id, spare(pages, id));
+        }
         self.unstick(tenant);
     }
 

@@ -11,7 +11,7 @@ use crate::{
     error::Error,
     hash::{CallerKey, ChainKey, MAX_CALLER_KEY},
     index::{Parent, Wanted},
-    life::Names,
+    life::{Names, News},
     pool::{Pool, Scratch},
     stats::Counter,
     word::{FrameId, GroupId, Lane, PageRef, TenantId},
@@ -139,15 +139,15 @@ impl Pages {
             pool.let_go(self.lane, &pages[..held], &mut Scratch::default());
             return Err(Error::Stale { count: 1, first: pages[held] });
         }
-        let mut events = Vec::new();
+        let mut news = News::default();
         let publish = |(&page, names): (&PageRef, &Names<'_>)| {
             let word = pool.pages.read(page.id);
             // Somebody who holds it too could publish it at the same moment: one of them gives it its names.
             let proven = || pool.orders.recall(tenant, [names.key]) == 1;
-            !word.is_indexed() && pool.publish(self.lane, page, group, names, proven(), &mut events).is_some()
+            !word.is_indexed() && pool.publish(self.lane, page, group, names, proven(), &mut news).is_some()
         };
         let published = pages.iter().zip(&names).map(publish).collect();
-        pool.events.publish_all(&events);
+        pool.tell(self.lane, &mut news);
         pool.let_go(self.lane, pages, &mut Scratch::default());
         Ok(published)
     }

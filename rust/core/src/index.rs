@@ -183,6 +183,10 @@ pub(crate) struct Index {
     refused: AtomicU64,
 }
 
+/// A bucket of the table.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bucket(usize);
+
 /// Where a key may stand, and how its entries look.
 #[derive(Clone, Copy)]
 struct Place {
@@ -312,6 +316,36 @@ impl Index {
         let first = wanted.check(pages, PageId(hint));
         let first = first.filter(|&seen| wanted.is_next(pages, seen)).and_then(&mut take);
         first.or_else(|| self.lookup(pages, wanted, take))
+    }
+
+    /// [`Self::lookup`] by somebody who is about to insert a page with the same names: also the bucket to insert it into.
+    /// One pass over both buckets does for both.
+    pub(crate) fn lookup_to_insert(&self, pages: &Pages, wanted: &Wanted<'_>) -> (Option<Seen>, Bucket) {
+        let place = self.place(wanted.key);
+        let both = u64::from(place.tag) << 32 | u64::from(place.tag);
+        let mut seen = None;
+        let [first, second] = place.buckets.map(|start| {
+            let mut free = 0;
+            for word in self.bucket(start) {
+                let word = word.get();
+                let (low, high) = (word as u32, (word >> 32) as u32);
+                free += usize::from(low == 0) + usize::from(high == 0);
+                let diff = word ^ both;
+                for entry in [diff as u32, (diff >> 32) as u32] {
+                    if entry >> self.id_bits == 0 && seen.is_none() {
+                        seen = wanted.check(pages, PageId(entry.wrapping_sub(1)));
+                    }
+                }
+            }
+            free
+        });
+        (seen, Bucket(place.buckets[usize::from(second > first)]))
+    }
+
+    /// List page `id` under `key`, in this bucket if there is still room; `false`: there is none in either.
+    pub(crate) fn insert_into_bucket(&self, key: u64, id: PageId, Bucket(start): Bucket) -> bool {
+        let place = self.place(key);
+        self.insert_into(start, place.tag | (id.0 + 1)) || self.insert(key, id)
     }
 
     /// List page `id` under `key`; `false`: there is no room.

@@ -34,6 +34,13 @@ pub(crate) struct Names<'a> {
     pub(crate) tokens: Option<&'a [u32]>,
 }
 
+/// What publishing some pages has to tell.
+#[derive(Debug, Default)]
+pub(crate) struct News {
+    published: u64,
+    events: Vec<Event>,
+}
+
 impl Pool {
     pub(crate) fn tier_of(&self, id: PageId) -> Tier {
         self.pages.location(id).tier().unwrap_or(Tier::Device)
@@ -44,7 +51,7 @@ impl Pool {
     }
 
     /// Make a page that the caller holds, written to the end, findable. `None`: it could not be listed, and stays private.
-    /// What is to be told goes to `events`, for the caller to publish while it still holds the page.
+    /// What is to be told goes to `news`, for the caller to tell ([`Self::tell`]) while it still holds the page.
     pub(crate) fn publish(
         &self,
         lane: Lane,
@@ -52,7 +59,7 @@ impl Pool {
         group: GroupId,
         names: &Names<'_>,
         proven: bool,
-        events: &mut Vec<Event>,
+        news: &mut News,
     ) -> Option<Seen> {
         let id = page.id;
         let payer = self.pages.payer(id);
@@ -70,7 +77,7 @@ impl Pool {
         }
         let wanted =
             crate::index::Wanted { key: names.key, scope: payer, parent: names.parent, tokens: names.tokens };
-        let twin = self.index.lookup(&self.pages, &wanted, Some);
+        let (twin, bucket) = self.index.lookup_to_insert(&self.pages, &wanted);
         let prefix = twin.map_or(page.to_bits(), |twin| twin.prefix);
         self.pages.set_names(id, names.key, link, prefix);
         if let Some(tokens) = names.tokens {
@@ -80,7 +87,7 @@ impl Pool {
             .pages
             .transit(id, |w| if w.generation() == page.generation { w.publish(proven) } else { None });
         debug_assert!(published.is_ok(), "{page:?} is held and named by the caller, and yet {published:?}");
-        if !self.index.insert(names.key, id) {
+        if !self.index.insert_into_bucket(names.key, id, bucket) {
             let _ = self.pages.transit(id, |w| w.unpublish());
             if let Some(parent) = parent {
                 self.lose_child(parent);
@@ -88,9 +95,9 @@ impl Pool {
             self.stats.count(lane, Counter::PublishRefused, 1);
             return None;
         }
-        self.stats.count(lane, Counter::PagesPublished, 1);
+        news.published += 1;
         if twin.is_none() && self.events.is_on() {
-            events.push(Event::Stored {
+            news.events.push(Event::Stored {
                 key: names.key,
                 parent: parent.map(|at| self.pages.key(at.id)),
                 page,
@@ -101,6 +108,16 @@ impl Pool {
             });
         }
         Some(Seen { page, prefix })
+    }
+
+    /// Tell what publishing did. The caller still holds the pages, so nobody hears of their end before.
+    pub(crate) fn tell(&self, lane: Lane, news: &mut News) {
+        if news.published > 0 {
+            self.stats.count(lane, Counter::PagesPublished, news.published);
+            self.events.publish_all(&news.events);
+            news.published = 0;
+            news.events.clear();
+        }
     }
 
     /// One child of a page has left the index; with the last one the page itself can be evicted.
@@ -221,6 +238,20 @@ impl Pool {
         (n, refused)
     }
 
+    /// A page that has just been let go by all, and of which there is another copy, ends at once: sequences that built the
+    /// same prefix at the same time keep one copy of it. The caller would put it into the order, so nobody else evicts it.
+    fn drop_twin(&self, id: PageId) -> bool {
+        let first = PageRef::from_bits(self.pages.prefix(id)).id;
+        if first == id || self.pages.children(id) > 0 || !self.index.has_copy(&self.pages, id) {
+            return false;
+        }
+        let taken = self.pages.transit(id, |w| w.evict()).is_ok();
+        if taken {
+            self.expel(id);
+        }
+        taken
+    }
+
     /// One more reference on each page, by somebody who holds them (a fork). Stops at a page with too many references:
     /// how many got one.
     pub(crate) fn hold_again(&self, pages: impl Iterator<Item = PageRef>) -> usize {
@@ -324,9 +355,13 @@ impl Pool {
         }
         if parked > 0 {
             self.ledger.park(tier, payer, Units(parked));
-            for &id in &scratch.queue {
-                self.orders.enqueue(&self.pages, payer, id);
+            let before = scratch.queue.len();
+            scratch.queue.retain(|&id| !self.drop_twin(id));
+            let dropped = before - scratch.queue.len();
+            if dropped > 0 {
+                self.stats.count(lane, Counter::PagesReleased, dropped as u64);
             }
+            self.orders.enqueue_all(&self.pages, payer, &scratch.queue);
         }
         if !scratch.ids.is_empty() {
             scratch.frames.clear();

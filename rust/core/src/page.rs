@@ -139,6 +139,18 @@ impl Pages {
         self.transit_with(id, |word| f(word).map(|next| (next, next)))
     }
 
+    /// Apply a transition to a page that the caller owns alone (its id is claimed, or it is LEAVING): no transition of
+    /// anybody else starts from such a word, so a store does.
+    #[inline]
+    pub(crate) fn step(&self, id: PageId, f: impl Fn(PageWord) -> Option<PageWord>) -> PageWord {
+        let now = self.read(id);
+        let next = f(now);
+        debug_assert!(next.is_some(), "{id} is the caller's alone, and yet {now:?}");
+        let next = next.unwrap_or(now);
+        self.word(id).put(next.0);
+        next
+    }
+
     /// Apply a transition that also answers something.
     #[inline]
     pub(crate) fn transit_with<R>(

@@ -23,12 +23,13 @@
 use crate::{
     clock::Clock,
     error::{Error, Refusal, Why},
-    event::{Event, Events},
+    event::Events,
     evict::{NODES_PER_TENANT, Orders},
     frame::{Arena, Quiescence, Slots},
     hash::{ChainKey, Hasher, Secret},
     index::Index,
     ledger::{self, Ledger, ROOT, Refused},
+    life::News,
     page::{MAX_TENANTS, Pages},
     pins::Pins,
     spec::{ArenaLayout, GroupKind, Spec},
@@ -36,7 +37,7 @@ use crate::{
     sync::{Atom, AtomicU32, AtomicU64, Words, pause},
     word::{
         ClassId, FrameId, GroupId, LANES, Lane, PageId, PageRef, SizeId, TIERS, TenantId, Tier, Units,
-        page::Location,
+        page::{Location, PageWord},
     },
 };
 
@@ -118,7 +119,7 @@ pub(crate) struct Scratch {
     pub(crate) queue: Vec<PageId>,
     pub(crate) reversed: Vec<PageRef>,
     pub(crate) keys: Vec<ChainKey>,
-    pub(crate) events: Vec<Event>,
+    pub(crate) news: News,
     /// Sources of copies that the step in progress asked for.
     pub(crate) sources: Vec<PageRef>,
 }
@@ -436,9 +437,7 @@ impl Pool {
     fn begin(&self, id: PageId, payer: TenantId, class: ClassId, frame: FrameId) -> PageRef {
         self.pages.set_payer(id, payer);
         self.pages.set_location(id, Location::new(Tier::Device, class, frame));
-        let word = self.pages.transit(id, |w| w.take());
-        debug_assert!(word.is_ok(), "{id} was in the free set, and yet {word:?}");
-        let (Ok(word) | Err(word)) = word;
+        let word = self.pages.step(id, PageWord::take);
         PageRef { id, generation: word.generation() }
     }
 
@@ -679,7 +678,6 @@ impl Pool {
     /// leaving -> free.
     pub(crate) fn retire(&self, id: PageId) {
         self.pages.set_location(id, Location::NOWHERE);
-        let word = self.pages.transit(id, |w| w.retire());
-        debug_assert!(word.is_ok(), "{id} is leaving, and yet {word:?}");
+        self.pages.step(id, PageWord::retire);
     }
 }

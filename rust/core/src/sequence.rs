@@ -29,12 +29,11 @@ use std::sync::{Arc, Weak};
 use crate::{
     batch::Shared as BatchShared,
     error::{Error, Refusal},
-    event::Event,
     evict::Protection,
     hash::{ChainKey, Context},
     index::Parent,
     ledger::ROOT,
-    life::Names,
+    life::{Names, News},
     pool::{Pool, Scratch},
     prefix::{Hit, Prompt, Range, scope_at},
     spec::GroupKind,
@@ -186,12 +185,7 @@ impl Pool {
             self.check_ever(tenant, &[(payer, self.need(total))])?;
         }
         let mut scratch = Scratch::default();
-        let root = self.hasher.root(&Context {
-            adapter: open.adapter,
-            adapter_generation: open.adapter_generation,
-            extra_key: open.extra_key,
-            weights: self.weights_epoch_now(),
-        });
+        let root = self.root(&open);
         let prompt = Prompt { tenant, tokens: &open.tokens, root };
         let asked = ranges.clone();
         let hit = self.find_prefix(lane, &prompt, &mut ranges, &mut scratch);
@@ -220,7 +214,31 @@ impl Pool {
         if level == 0 { Protection::default() } else { Protection::new(level, until) }
     }
 
-    fn ranges(&self, tenant: TenantId, open: &Open<'_>) -> Result<Vec<Range>, Error> {
+    /// How many more pages (of every group together) may be charged to `scope` for `tenant`.
+    fn may_charge(&self, tenant: TenantId, scope: TenantId) -> u32 {
+        match self.ledger.may_publish(tenant, scope) {
+            None => 0,
+            Some(None) => u32::MAX,
+            Some(Some(most)) => {
+                let usage = self.ledger.usage(Tier::Device, scope);
+                let used = usage.held.0 + usage.cached.0 + usage.pinned.0 + usage.promised.0;
+                let page: u32 = self.groups.iter().map(|g| g.units).sum();
+                most.0.saturating_sub(used) / page.max(1)
+            }
+        }
+    }
+
+    /// What comes before a sequence's first page.
+    pub(crate) fn root(&self, open: &Open<'_>) -> ChainKey {
+        self.hasher.root(&Context {
+            adapter: open.adapter,
+            adapter_generation: open.adapter_generation,
+            extra_key: open.extra_key,
+            weights: self.weights_epoch_now(),
+        })
+    }
+
+    pub(crate) fn ranges(&self, tenant: TenantId, open: &Open<'_>) -> Result<Vec<Range>, Error> {
         let mut end = 0u32;
         let mut ranges = Vec::with_capacity(open.share.len());
         for &(scope, tokens) in open.share {
@@ -228,8 +246,8 @@ impl Pool {
             if !self.ledger.is_under(tenant, scope) {
                 return Err(Error::Tenant(format!(
                     "a prompt of {:?} can be shared under {:?} only if that is the tenant itself or a level above it",
-                    self.ledger.name(tenant),
-                    self.ledger.name(scope)
+                    self.ledger.name(tenant).unwrap_or_default(),
+                    self.ledger.name(scope).unwrap_or_default()
                 )));
             }
             end = end.saturating_add(tokens).min(open.tokens.len() as u32);
@@ -249,12 +267,8 @@ impl Pool {
         let mut at = 0;
         while at < ranges.len() {
             let range = ranges[at];
-            let over = || {
-                let Some(Some(most)) = self.ledger.may_publish(tenant, range.scope) else { return false };
-                let pages = (range.end / page_tokens).saturating_sub(hit.pages);
-                let need = u64::from(pages) * self.groups.iter().map(|g| u64::from(g.units)).sum::<u64>();
-                u64::from(self.ledger.usage(Tier::Device, range.scope).charged.0) + need > u64::from(most.0)
-            };
+            let over =
+                || (range.end / page_tokens).saturating_sub(hit.pages) > self.may_charge(tenant, range.scope);
             if range.scope != tenant && range.end > end && (!range.may_publish || over()) {
                 let own = Range { end: range.end, scope: tenant, may_publish: true };
                 let start = if at == 0 { 0 } else { ranges[at - 1].end };
@@ -292,6 +306,7 @@ fn fallbacks(asked: &[Range], got: &[Range], tenant: TenantId) -> Vec<(TenantId,
 }
 
 impl Body {
+    #[expect(clippy::too_many_arguments, reason = "all that a sequence begins with")]
     fn new(
         tenant: TenantId,
         lane: Lane,
@@ -467,17 +482,32 @@ impl Body {
     ) -> Result<(), Refusal> {
         let page_tokens = pool.spec.page_tokens();
         let end = slots.div_ceil(page_tokens);
+        // The group that is looked at first decides who pays for a place; the others follow.
+        let first = (0..self.tables.len()).find(|&g| !pool.is_state(GroupId(g as u8))).unwrap_or(0);
         for g in 0..self.tables.len() {
             let group = GroupId(g as u8);
             let end = if pool.is_state(group) { 1 } else { end };
             let mut at = self.tables[g].pages.len() as u32;
             while at < end {
-                let payer = self.payer(page_tokens, at);
-                let run = if self.ranges.is_empty() {
+                let mut payer = self.payer(page_tokens, at);
+                let mut run = if self.ranges.is_empty() {
                     end - at
                 } else {
                     (at..end).take_while(|&p| self.payer(page_tokens, p) == payer).count() as u32
                 };
+                let promised = self.promises.iter().any(|p| p.0 == payer && p.1 >= pool.groups[g].units);
+                if payer != self.tenant && !promised && g == first {
+                    match pool.may_charge(self.tenant, payer).min(run) {
+                        0 => {
+                            // The right is used up: from here on the tenant pays itself, in every group.
+                            self.fall_back(page_tokens, at);
+                            payer = self.tenant;
+                            run =
+                                (at..end).take_while(|&p| self.payer(page_tokens, p) == payer).count() as u32;
+                        }
+                        pages => run = pages,
+                    }
+                }
                 let mut none = 0;
                 let promise = self
                     .promises
@@ -494,6 +524,16 @@ impl Body {
             }
         }
         Ok(())
+    }
+
+    /// What is left of the shared range that page `at` lies in becomes the tenant's own.
+    fn fall_back(&mut self, page_tokens: u32, at: u32) {
+        let start = at * page_tokens;
+        let Some(r) = self.ranges.iter().position(|range| start < range.end) else { return };
+        let lost = self.ranges[r];
+        self.ranges[r].end = start;
+        self.ranges.insert(r + 1, Range { end: lost.end, scope: self.tenant, may_publish: true });
+        self.fallbacks.push((lost.scope, lost.end - start));
     }
 
     /// Give back the pages behind `slots` tokens, filling the promise up again.
@@ -555,10 +595,10 @@ impl Body {
         }
     }
 
-    /// Release what has left every window. The next token to be computed is number `written`.
-    pub(crate) fn trim(&mut self, pool: &Pool, lane: Lane, scratch: &mut Scratch) {
+    /// Release what is in no window of the token number `next` and those behind it.
+    pub(crate) fn trim(&mut self, pool: &Pool, lane: Lane, next: u32, scratch: &mut Scratch) {
         for g in 0..self.tables.len() {
-            let needed = pool.spec.first_needed(GroupId(g as u8), self.written);
+            let needed = pool.spec.first_needed(GroupId(g as u8), next);
             self.trim_table(pool, lane, g, needed, scratch);
         }
     }
@@ -613,14 +653,13 @@ impl Body {
             let proven =
                 pool.orders.recall(scope, keys.iter().map(|&key| pool.hasher.index_key(key, first_group)));
             for (nth, &key) in keys.iter().enumerate() {
-                if !self.publish_page(pool, lane, key, nth < proven, &mut scratch.events) {
+                if !self.publish_page(pool, lane, key, nth < proven, &mut scratch.news) {
                     break;
                 }
             }
         }
         scratch.keys = keys;
-        pool.events.publish_all(&scratch.events);
-        scratch.events.clear();
+        pool.tell(lane, &mut scratch.news);
     }
 
     fn page(&self, page_tokens: u32, page: u32) -> &[u32] {
@@ -634,7 +673,7 @@ impl Body {
         lane: Lane,
         key: ChainKey,
         proven: bool,
-        events: &mut Vec<Event>,
+        news: &mut News,
     ) -> bool {
         let Some(parent) = self.parent else { return false };
         let page = self.published;
@@ -646,7 +685,7 @@ impl Body {
         let mut others = parent;
         if let Some(group) = anchor {
             let at = self.tables[group.as_usize()].pages[page as usize];
-            match pool.publish(lane, at, group, &names(group, parent), proven, events) {
+            match pool.publish(lane, at, group, &names(group, parent), proven, news) {
                 Some(seen) => (next, others) = (seen.as_parent(), seen.as_parent()),
                 None => {
                     self.parent = None;
@@ -660,7 +699,7 @@ impl Body {
             if Some(g) != anchor && !pool.is_state(g) && page >= table.start {
                 let at = table.pages[page as usize];
                 // What can't be listed costs later hits, nothing else.
-                let _ = pool.publish(lane, at, g, &names(g, others), proven, events);
+                let _ = pool.publish(lane, at, g, &names(g, others), proven, news);
                 self.protect(pool, at);
             }
         }
@@ -700,16 +739,16 @@ impl Body {
         };
         let tokens = &self.tokens[(self.written - page_tokens) as usize..self.written as usize];
         let mut kept = false;
-        let mut events = Vec::new();
+        let mut news = News::default();
         for g in (0..self.tables.len()).map(|g| GroupId(g as u8)).filter(|&g| pool.is_state(g)) {
             let Some(&page) = self.tables[g.as_usize()].pages.first() else { continue };
             if !pool.pages.read(page.id).is_indexed() {
                 let names = Names { key: pool.hasher.index_key(key, g), parent, tokens: Some(tokens) };
-                kept |= pool.publish(lane, page, g, &names, false, &mut events).is_some();
+                kept |= pool.publish(lane, page, g, &names, false, &mut news).is_some();
                 self.shared_tail = true;
             }
         }
-        pool.events.publish_all(&events);
+        pool.tell(lane, &mut news);
         kept
     }
 

@@ -3,7 +3,7 @@
 use kvalloc_core::{
     admit::{Admission as CoreAdmission, Verdict},
     audit::{Balance as CoreBalance, Report},
-    error::Refusal,
+    error::{Refusal, Why},
     ledger::{LedgerError, ROOT},
     pool::Pool as Core,
     word::{TenantId, Tier},
@@ -53,7 +53,7 @@ pub(crate) fn in_bytes(core: &Core, error: &LedgerError) -> String {
 ///     What it needs beyond what is held for its prompt already.
 /// room : int
 ///     What there is now; for ``"never"``, what there can ever be.
-/// why : {"limit", "claim"}
+/// why : {"limit", "claim"} or None
 ///     A limit is in the way, or what others hold, have reserved and were promised.
 /// behind : str or None
 ///     The tenant whose limit is in the way; None: the pool, or nothing.
@@ -69,7 +69,7 @@ pub(crate) struct Admission {
     /// Bytes there are now; for "never": that there can ever be.
     room: u64,
     /// "limit" or "claim".
-    why: &'static str,
+    why: Option<&'static str>,
     /// The tenant whose limit is in the way; None: the pool, or nothing.
     behind: Option<String>,
     /// The answer as a sentence.
@@ -79,8 +79,14 @@ pub(crate) struct Admission {
 impl Admission {
     pub(crate) fn new(core: &Core, tenant: TenantId, answer: &CoreAdmission) -> Self {
         let CoreAdmission { need, room, .. } = *answer;
-        let refusal =
-            Refusal { why: answer.why, tier: Tier::Device, tenant, level: answer.behind, asked: need, room };
+        let refusal = Refusal {
+            why: answer.why.unwrap_or(Why::Claim),
+            tier: Tier::Device,
+            tenant,
+            level: answer.behind,
+            asked: need,
+            room,
+        };
         let (verdict, reason) = match answer.verdict {
             Verdict::Now => ("now", format!("{need} bytes fit into {room}")),
             Verdict::Wait => ("wait", sentence(core, &refusal)),
@@ -94,7 +100,7 @@ impl Admission {
         };
         let behind =
             (answer.verdict != Verdict::Now && answer.behind != ROOT).then(|| name_of(core, answer.behind));
-        Self { verdict, bytes: need, room, why: why(answer.why), behind, reason }
+        Self { verdict, bytes: need, room, why: answer.why.map(why), behind, reason }
     }
 }
 

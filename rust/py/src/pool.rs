@@ -296,6 +296,8 @@ impl Pool {
     ///     The prompt, or its length. With ids, pages of the prompt that others of the tenant hold already are not counted.
     /// max_new_tokens : int, optional
     ///     How many tokens it may grow by.
+    /// share, adapter, adapter_generation, extra_key : optional
+    ///     As in `open`.
     ///
     /// Returns
     /// -------
@@ -311,8 +313,8 @@ impl Pool {
     /// Notes
     /// -----
     /// The need is the most bytes the sequence holds on its way to ``len(prompt) + max_new_tokens`` tokens, windows and chunks
-    /// taken into account. The answer is about a moment: `open` with ``admit=True`` is what reserves. Only prefixes in the
-    /// tenant's own scope, without adapter or extra key, are looked for.
+    /// taken into account, less the pages of its prompt that others hold already. The answer is about a moment: `open` with
+    /// ``admit=True`` is what reserves.
     ///
     /// Examples
     /// --------
@@ -323,24 +325,44 @@ impl Pool {
     /// >>> answer = pool.admit(acme, 100, max_new_tokens=1000)
     /// >>> answer.verdict, answer.bytes > answer.room, answer.behind
     /// ('never', True, 'acme')
-    #[pyo3(signature = (tenant, prompt_ids, max_new_tokens = 0))]
+    #[pyo3(signature = (
+        tenant, prompt_ids, max_new_tokens = 0, *, share = None, adapter = None, adapter_generation = 0,
+        extra_key = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
     fn admit(
         &self,
         py: Python<'_>,
         tenant: &Bound<'_, PyAny>,
         prompt_ids: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = args::max_new_tokens)] max_new_tokens: u32,
+        share: Option<&Bound<'_, PyAny>>,
+        adapter: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = args::adapter_generation)] adapter_generation: u64,
+        extra_key: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Admission> {
         let core = self.live()?;
         let id = self.owner.tenant(tenant, self.default)?;
-        let (ids, length) = if args::is_number(prompt_ids)? {
+        let (tokens, length) = if args::is_number(prompt_ids)? {
             (Vec::new(), args::number(prompt_ids, "the prompt's length", 1, u64::from(u32::MAX))? as u32)
         } else {
             let ids = args::tokens(prompt_ids, 0)?;
             let length = ids.len() as u32;
             (ids, length)
         };
-        let answer = core.admit(id, &ids, length, max_new_tokens).map_err(|e| self.owner.error(py, &e))?;
+        let share = share.map_or(Ok(Vec::new()), |share| self.share(share))?;
+        let adapter = adapter.map(text_or_bytes).transpose()?;
+        let extra_key = extra_key.map(text_or_bytes).transpose()?;
+        let open = Open {
+            tokens,
+            max_new_tokens,
+            share: &share,
+            adapter: adapter.as_deref(),
+            adapter_generation,
+            extra_key: extra_key.as_deref(),
+            ..Open::default()
+        };
+        let answer = core.admit(id, &open, length).map_err(|e| self.owner.error(py, &e))?;
         Ok(Admission::new(core, id, &answer))
     }
 
@@ -471,7 +493,7 @@ impl Pool {
     ///     The longest sequence a row can show, 1 to 2**30.
     /// max_step_tokens : int, optional
     ///     The most tokens of one step, at least ``max_sequences``: the length of ``slot_mapping`` and ``positions``. Default:
-    ///     ``max(max_tokens, 8192) + max_sequences``.
+    ///     ``max(max_tokens, min(max_sequences * max_tokens, 65536)) + max_sequences``.
     ///
     /// Returns
     /// -------

@@ -66,6 +66,10 @@ pub(super) fn fit(needed: &[u64], step: u64) -> Option<Fit> {
         };
         // The sizes may have a smaller common multiple than the one they were found with.
         let granule = sizes.iter().try_fold(1, |a, &b| lcm(a, b))?;
+        // The largest size may have come out below `top`, and then `multiple` is not what the granule is of it.
+        if granule > sizes.iter().copied().max()? * MAX_MULTIPLE {
+            continue;
+        }
         let found = scaled(Fit { sizes, granule });
         if best.as_ref().is_none_or(|b| cost(&found) < cost(b)) {
             best = Some(found);

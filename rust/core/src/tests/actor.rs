@@ -72,7 +72,7 @@ struct Entry {
     sequence: u64,
     count: u32,
     sampled: i32,
-    /// Part of it was truncated away: what was sampled follows tokens that are gone.
+    /// All of it was truncated away: what was sampled follows tokens that are gone.
     cut: bool,
     write: u64,
 }
@@ -213,7 +213,10 @@ impl World {
             protection_ms: 2000,
             ..Open::default()
         };
-        let room = self.pool.admit(tenant, &[], tokens.len() as u32, max_new).expect("a sound prompt");
+        let room = self
+            .pool
+            .admit(tenant, &Open { max_new_tokens: max_new, ..Open::default() }, tokens.len() as u32)
+            .expect("a sound prompt");
         match self.pool.open(tenant, open) {
             Ok(handle) => {
                 let counts = handle.counts().expect("idle");
@@ -597,7 +600,7 @@ impl World {
         let entries = self.batches[at].outstanding.iter_mut().flat_map(|r| &mut r.entries);
         for entry in entries.filter(|e| e.sequence == id) {
             if entry.count > left {
-                (entry.count, entry.cut) = (left, true);
+                (entry.count, entry.cut) = (left, left == 0);
             }
             left -= entry.count;
         }
