@@ -26,7 +26,7 @@ mod tests;
 use crate::{
     page::Link,
     pool::Pool,
-    sync::Atom,
+    sync::{Atom, pause},
     word::{
         LANES, PageId, SizeId, TIERS, TenantId, Tier,
         page::{Location, PageWord},
@@ -110,7 +110,7 @@ impl Pool {
     pub fn audit(&self) -> Report {
         for attempt in 0..ATTEMPTS {
             let Some(before) = self.standing_still() else {
-                std::thread::yield_now();
+                pause();
                 continue;
             };
             let mut audit = Audit::new(self);
@@ -186,7 +186,7 @@ impl<'a> Audit<'a> {
 
     fn is_still_broken(&mut self, id: PageId, before: PageWord) -> bool {
         (0..ATTEMPTS).all(|_| {
-            std::thread::yield_now();
+            pause();
             let word = self.pool.pages.read(id);
             word == before && self.local_rule(id, word).is_some()
         })
@@ -199,10 +199,12 @@ impl<'a> Audit<'a> {
             return (word.0 as u32 != 0).then(|| "free, and yet it has references, pins or flags".into());
         }
         let location = pool.pages.location(id);
-        let Some(tier) = location.tier() else { return Some("live, and yet it lies nowhere".into()) };
         if word.is_leaving() && (word.is_held() || word.pins() > 0) {
             return Some("leaving, and yet held or pinned".into());
         }
+        let Some(tier) = location.tier() else {
+            return (!word.is_leaving()).then(|| "live, and yet it lies nowhere".into());
+        };
         let Some(class) = pool.spec.classes().get(location.class().as_usize()) else {
             return Some(format!("lies in {location:?}, whose class does not exist"));
         };
@@ -217,9 +219,6 @@ impl<'a> Audit<'a> {
         }
         if pool.ledger.parent(pool.pages.payer(id)).is_none() && pool.pages.payer(id) != TenantId(0) {
             return Some(format!("its payer {} is no tenant", pool.pages.payer(id)));
-        }
-        if word.is_indexed() && !word.is_leaving() && !pool.index.lists(pool.pages.key(id), id) {
-            return Some("has a key, and the index does not list it".into());
         }
         None
     }
@@ -252,6 +251,10 @@ impl<'a> Audit<'a> {
         }
         if !word.is_indexed() && !word.is_held() && !word.is_queued() && !word.is_orphan() {
             return Some("neither held nor findable, and yet not free".into());
+        }
+        // (Beside others it may be about to be listed.)
+        if word.is_indexed() && !pool.index.lists(pool.pages.key(id), id) {
+            return Some("has a key, and the index does not list it".into());
         }
         if let (true, Link::Page(parent)) = (word.is_indexed(), pool.pages.link(id)) {
             match self.children.get_mut(parent.id.as_usize()) {

@@ -133,15 +133,22 @@ impl Pages {
             }
         }
         let _op = pool.enter(self.lane);
+        // References of its own: names must not be written on a page that the caller releases meanwhile.
+        let held = pool.hold_again(pages.iter().copied());
+        if held < pages.len() {
+            pool.let_go(self.lane, &pages[..held], &mut Scratch::default());
+            return Err(Error::Stale { count: 1, first: pages[held] });
+        }
         let mut news = News::default();
         let publish = |(&page, names): (&PageRef, &Names<'_>)| {
             let word = pool.pages.read(page.id);
-            // Somebody who holds it too could publish it at the same moment: whoever claims the names first does.
+            // Somebody who holds it too could publish it at the same moment: one of them gives it its names.
             let proven = || pool.orders.recall(tenant, [names.key]) == 1;
             !word.is_indexed() && pool.publish(self.lane, page, group, names, proven(), &mut news).is_some()
         };
         let published = pages.iter().zip(&names).map(publish).collect();
         pool.tell(self.lane, &mut news);
+        pool.let_go(self.lane, pages, &mut Scratch::default());
         Ok(published)
     }
 

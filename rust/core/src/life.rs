@@ -67,9 +67,12 @@ impl Pool {
             Parent::Page { at, .. } => (Link::Page(at), Some(at)),
             Parent::Digest(digest) => (Link::Digest(digest), None),
         };
+        // Another holder may be at it.
+        self.pages.transit(id, |w| w.name(page.generation)).ok()?;
         if let Some(parent) = parent
             && !self.pages.add_child(parent.id)
         {
+            let _ = self.pages.transit(id, |w| w.unname());
             return None;
         }
         let wanted =
@@ -83,7 +86,7 @@ impl Pool {
         let published = self
             .pages
             .transit(id, |w| if w.generation() == page.generation { w.publish(proven) } else { None });
-        debug_assert!(published.is_ok(), "{page:?} is held by the caller and private, and yet {published:?}");
+        debug_assert!(published.is_ok(), "{page:?} is held and named by the caller, and yet {published:?}");
         if !self.index.insert_into_bucket(names.key, id, bucket) {
             let _ = self.pages.transit(id, |w| w.unpublish());
             if let Some(parent) = parent {

@@ -34,7 +34,7 @@ use crate::{
     pins::Pins,
     spec::{ArenaLayout, GroupKind, Spec},
     stats::{Counter, Stats, TenantCounter},
-    sync::{Atom, AtomicU32, AtomicU64, Words},
+    sync::{Atom, AtomicU32, AtomicU64, Words, pause},
     word::{
         ClassId, FrameId, GroupId, LANES, Lane, PageId, PageRef, SizeId, TIERS, TenantId, Tier, Units,
         page::{Location, PageWord},
@@ -138,6 +138,9 @@ impl Drop for Op<'_> {
 
 /// Pages evicted for a limit between two looks at it.
 const MOST_AT_ONCE: u32 = 64;
+/// How often an allocation looks again when the ledger has room and nothing is there to take. A thread that stopped with
+/// something in its hand makes others look so often in vain, and holds nobody up.
+const PATIENCE: u32 = 100;
 /// Evictions between two choices of the tenant that gives back.
 const CHOICE_HOLDS: u64 = 32;
 
@@ -333,6 +336,7 @@ impl Pool {
         mut attempt: impl FnMut() -> Result<(), Refused>,
         mut wanted: Option<(SizeId, &mut Scratch)>,
     ) -> Result<(), Refusal> {
+        let mut patience = PATIENCE;
         loop {
             let Err(refused) = attempt() else { return Ok(()) };
             if self.expire_pins() > 0 {
@@ -361,7 +365,12 @@ impl Pool {
                 missing = missing.saturating_sub(units);
             }
             if !evicted {
-                return Err(self.refusal(refused));
+                // There is room, so others have it in hand: a page on its way out, a charge that is being taken back.
+                patience -= 1;
+                if patience == 0 {
+                    return Err(self.refusal(refused));
+                }
+                pause();
             }
         }
     }
@@ -467,12 +476,18 @@ impl Pool {
         n: usize,
         scratch: &mut Scratch,
     ) -> Result<(), Refusal> {
+        let mut patience = PATIENCE;
         let mut got = scratch.ids.len();
         got += self.claim_free(lane, size, n.saturating_sub(got), scratch);
         while got < n {
             let evicted = self.evict(lane, payer, n - got, size, scratch);
             if evicted == 0 && self.quiescence.drain(&self.arenas) == 0 && self.expire_pins() == 0 {
-                break;
+                // With one size of frames the ledger's word is enough, so others have what is missing in hand.
+                patience -= 1;
+                if patience == 0 || self.spec.sizes().len() > 1 || !self.quiescence.is_empty() {
+                    break;
+                }
+                pause();
             }
             // What was evicted and fits is in `scratch`; what was of another size may have freed an extent.
             got = scratch.ids.len();

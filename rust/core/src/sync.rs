@@ -33,6 +33,16 @@ pub(crate) use shuttle::sync::{Mutex, MutexGuard};
 #[cfg(not(any(kvalloc_loom, kvalloc_shuttle)))]
 pub(crate) use std::sync::{Mutex, MutexGuard};
 
+/// Let another thread go first: for the few places that look again a bounded number of times at what others have in hand.
+pub(crate) fn pause() {
+    #[cfg(kvalloc_loom)]
+    loom::thread::yield_now();
+    #[cfg(kvalloc_shuttle)]
+    shuttle::thread::yield_now();
+    #[cfg(not(any(kvalloc_loom, kvalloc_shuttle)))]
+    std::thread::yield_now();
+}
+
 /// The accesses the core uses, with their orderings (see the head of this file).
 #[allow(dead_code, reason = "one vocabulary for both widths")]
 pub(crate) trait Atom {

@@ -12,7 +12,7 @@
 //! | 27 | `VISITED` | hit since it last passed the clock hand |
 //! | 28 | `PROVEN` | belongs to the proven half of its tenant's order |
 //! | 29 | `LEAVING` | one thread owns it alone and is taking it out: nobody else may touch it |
-//! | 30 | `WRITTEN` | its content is complete |
+//! | 30 | `NAMED` | one thread is giving it its names, or has: nobody else may |
 //! | 31 | `LEASED` | a copy reads or writes its frame; it may not leave |
 //! | 32-63 | `generation` | which life of this page id |
 //!
@@ -43,7 +43,7 @@ const QUEUED: u64 = 1 << 26;
 const VISITED: u64 = 1 << 27;
 const PROVEN: u64 = 1 << 28;
 const LEAVING: u64 = 1 << 29;
-const WRITTEN: u64 = 1 << 30;
+const NAMED: u64 = 1 << 30;
 const LEASED: u64 = 1 << 31;
 const GENERATION_SHIFT: u32 = 32;
 
@@ -226,11 +226,31 @@ impl PageWord {
         }
     }
 
+    /// A held page without a key is about to get its names, from one thread alone.
+    #[inline]
+    pub const fn name(self, generation: Generation) -> Option<Self> {
+        if self.generation().0 == generation.0
+            && self.has(LIVE)
+            && self.0 & (INDEXED | NAMED | LEAVING) == 0
+            && self.refs() > 0
+        {
+            Some(Self(self.0 | NAMED))
+        } else {
+            None
+        }
+    }
+
+    /// It gets none after all.
+    #[inline]
+    pub const fn unname(self) -> Option<Self> {
+        if self.has(NAMED) && !self.has(INDEXED) { Some(Self(self.0 & !NAMED)) } else { None }
+    }
+
     /// A held page gets a key and may be found. `proven`: the ghosts remember it.
     #[inline]
     pub const fn publish(self, proven: bool) -> Option<Self> {
         if self.has(LIVE) && !self.has(INDEXED) && self.refs() > 0 {
-            Some(Self(self.0 | INDEXED | WRITTEN | if proven { PROVEN } else { 0 }))
+            Some(Self(self.0 | INDEXED | NAMED | if proven { PROVEN } else { 0 }))
         } else {
             None
         }
@@ -239,7 +259,11 @@ impl PageWord {
     /// A held page loses its key (the index had no room, or its content is about to change).
     #[inline]
     pub const fn unpublish(self) -> Option<Self> {
-        if self.has(INDEXED) && self.refs() > 0 { Some(Self(self.0 & !(INDEXED | PROVEN))) } else { None }
+        if self.has(INDEXED) && self.refs() > 0 {
+            Some(Self(self.0 & !(INDEXED | PROVEN | NAMED)))
+        } else {
+            None
+        }
     }
 
     /// A page that one holder has, and that has no key any more, begins another life in his hands.
@@ -247,7 +271,7 @@ impl PageWord {
     pub const fn renew(self) -> Option<Self> {
         if self.refs() == 1 && self.pins() == 0 && self.has(LIVE) && self.0 & (INDEXED | LEASED) == 0 {
             let next = (self.generation().0.wrapping_add(1) as u64) << GENERATION_SHIFT;
-            Some(Self(next | self.0 & !WRITTEN & u32::MAX as u64))
+            Some(Self(next | self.0 & u32::MAX as u64))
         } else {
             None
         }
@@ -352,7 +376,7 @@ impl std::fmt::Debug for PageWord {
             (VISITED, "visited"),
             (PROVEN, "proven"),
             (LEAVING, "leaving"),
-            (WRITTEN, "written"),
+            (NAMED, "named"),
             (LEASED, "leased"),
         ] {
             if self.has(bit) {
