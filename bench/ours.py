@@ -50,7 +50,9 @@ def decode(rows: int, steps: int, repeats: int) -> list[Result]:
     """One token for each of `rows` running sequences: the step alone, and with commit."""
     lengths = [512 + row % PAGE for row in range(rows)]
     longest = 528 + (repeats + 1) * steps + PAGE
-    pool = pool_with(sum(length + (repeats + 1) * steps for length in lengths) // PAGE + 2 * rows)
+    # At least 65,536 pages, the size of a real pool: 56 GiB of Qwen2.5-7B.
+    need = sum(length + (repeats + 1) * steps for length in lengths) // PAGE + 2 * rows
+    pool = pool_with(max(need, 65_536))
     tenant = tenant_of(pool)
     in_service(pool, tenant)
     batch = pool.batch(max_sequences=rows, max_tokens=longest, max_step_tokens=sum(lengths))

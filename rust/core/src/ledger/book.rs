@@ -12,8 +12,6 @@ use crate::{
 
 /// A stock is filled only where every level has room for this many full stocks.
 const COMFORT: u32 = 4 * LANES as u32;
-/// The smaller filling is so small a part of a stock.
-const SMALL_PART: u32 = 8;
 /// The most units a stock is filled up by.
 pub(super) const MAX_STOCK: u32 = 1 << 20;
 
@@ -99,16 +97,13 @@ impl Book {
         if !self.tree.is_live(node) {
             return Err(closed);
         }
-        let whole = self.stocks.units();
-        // A whole stock, or a part where that is too much: small pools have hot tenants too.
-        for stock in [whole, Units(whole.0 / SMALL_PART)] {
-            if n.0 > 0 && n.0 <= stock.0 {
-                let both = Units(n.0 + stock.0);
-                let comfortable = self.tree.fits(node, both.0, both.0, COMFORT * stock.0).is_ok();
-                if comfortable && self.tree.obtain(node, both).is_ok() {
-                    self.fill(node, lane, stock);
-                    return Ok(());
-                }
+        let stock = self.stocks.units();
+        if n.0 > 0 && n.0 <= stock.0 {
+            let both = Units(n.0 + stock.0);
+            let comfortable = self.tree.fits(node, both.0, both.0, COMFORT * stock.0).is_ok();
+            if comfortable && self.tree.obtain(node, both).is_ok() {
+                self.fill(node, lane, stock);
+                return Ok(());
             }
         }
         let obtained = self.insist(|| self.tree.obtain(node, n));
