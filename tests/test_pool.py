@@ -686,3 +686,17 @@ def test_the_default_tenant_stays():
     with pytest.raises(kvalloc.TenantError, match="default_tenant"):
         pool.remove_tenant("guest")
     assert pool.open("nobody", [1]).tenant.name == "guest"
+
+
+def test_a_tenant_whose_pages_others_pin_stays_as_it_is(pool):
+    tenant, other = pool.tenant("a", pin_budget=9 * PAGE), pool.tenant("b", pin_budget=9 * PAGE)
+    seq = serve(pool, tenant, ids(40))
+    pool.pin(seq, 16, owner=tenant)
+    pin = pool.pin(seq, 16, owner=other)
+    seq.close()
+    before = (tenant.cached, tenant.pinned, len(pool.pins()))
+    with pytest.raises(kvalloc.TenantError, match='pin of "b"'):
+        pool.remove_tenant(tenant)
+    assert (tenant.cached, tenant.pinned, len(pool.pins())) == before
+    pin.unpin()
+    pool.remove_tenant(tenant)

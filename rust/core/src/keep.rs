@@ -174,6 +174,15 @@ impl Pool {
                 if open == 1 { "it" } else { "them" },
             )));
         }
+        let pays = |page: &PageRef| self.pages.payer(page.id) == tenant;
+        let kept = |pin: &&Pin| pin.owner != tenant && pin.pages.iter().any(pays);
+        if let Some(pin) = self.pins.list(None).iter().find(kept) {
+            return Err(Error::Tenant(format!(
+                "tenant {:?} pays for pages that a pin of {:?} keeps; unpin those first",
+                self.ledger.name(tenant).unwrap_or_default(),
+                self.ledger.name(pin.owner).unwrap_or_default()
+            )));
+        }
         for pin in self.pins.take_all(Some(tenant)) {
             self.unpin_pages(&pin.pages);
         }
