@@ -98,7 +98,9 @@ class StepTime:
             if item.name != "bandwidth" and value > 1e6:
                 raise ValueError(f"step time: {item.name} is {value!r} seconds; at most a million")
         if self.bandwidth < 1.0:
-            raise ValueError(f"step time: bandwidth is {self.bandwidth!r}; give bytes a second, for example bandwidth=5e12")
+            raise ValueError(
+                f"step time: bandwidth is {self.bandwidth!r}; give bytes a second, for example bandwidth=5e12"
+            )
         if self.base + self.prefill + self.row == 0.0:
             raise ValueError("step time: base, prefill and row are all 0, so time would stand still")
 

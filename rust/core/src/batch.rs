@@ -341,15 +341,18 @@ impl Batch {
     /// # Errors
     /// Busy.
     pub fn bind(&self, arrays: Box<dyn Arrays>) -> Result<(), Error> {
-        // Dropped after the lock: whoever owned the old arrays may look at the batch when they go.
-        let _old;
-        let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
-        _old = std::mem::replace(&mut inner.arrays, arrays);
-        for row in 0..inner.rows.len() {
-            inner.sync_out(row);
-            inner.sync_in(&self.shared.pool, self.shared.shape, row);
-        }
-        inner.shown = self.shared.shape.step as usize;
+        let old = {
+            let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
+            let old = std::mem::replace(&mut inner.arrays, arrays);
+            for row in 0..inner.rows.len() {
+                inner.sync_out(row);
+                inner.sync_in(&self.shared.pool, self.shared.shape, row);
+            }
+            inner.shown = self.shared.shape.step as usize;
+            old
+        };
+        // Outside the lock: whoever owned them may look at the batch when they go.
+        drop(old);
         Ok(())
     }
 
