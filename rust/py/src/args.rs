@@ -263,6 +263,8 @@ pub(crate) fn with_int32<R>(
             shown(value)
         ))
     })?;
+    // What says how long it is ends, and the core says how many there should be.
+    let most = most.max(value.len().map_or(0, |n| n.min(1 << 21)));
     let numbers = collected(items, name, most, |_, item| match item.extract::<i32>() {
         Ok(number) if !item.is_instance_of::<PyBool>() => Ok(number),
         _ => Err(outside(&shown(&item))),
