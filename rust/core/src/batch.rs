@@ -287,7 +287,6 @@ impl Batch {
         let one_each = inner.write(pool, *shape);
         pool.quiescence.step(*member, entered);
         inner.remember(one_each);
-        pool.stats.count(inner.lane, Counter::Steps, 1);
         Ok(seen(&inner.step))
     }
 
@@ -981,6 +980,7 @@ impl Inner {
             pool.let_go(self.lane, &record.sources, &mut self.scratch);
             record.sources.clear();
         }
+        pool.stats.count(self.lane, Counter::Steps, 1);
         pool.stats.count(self.lane, Counter::TokensWritten, written);
         self.spare.push(record);
     }
