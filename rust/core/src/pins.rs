@@ -19,11 +19,11 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
-    sync::{PoisonError, TryLockError},
+    sync::TryLockError,
 };
 
 use crate::{
-    sync::{Atom, AtomicU64, Mutex, MutexGuard},
+    sync::{Atom, AtomicU64, Mutex, MutexGuard, lock},
     word::{PageRef, TenantId, Units},
 };
 
@@ -133,7 +133,7 @@ impl Pins {
 
     fn lock(&self) -> MutexGuard<'_, Table> {
         // Nothing in here panics half-way through a change, so a poisoned table is whole.
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.table)
     }
 
     /// List a pin whose pages are pinned already, if its owner's budget allows it. All or nothing.
