@@ -28,7 +28,7 @@ use crate::{
     pool::{Pool, Scratch},
     sequence::{Body, Place, Sequence, try_lock},
     stats::Counter,
-    sync::{Atom, Mutex},
+    sync::{Atom, Mutex, lock},
     word::{FrameId, GroupId, Lane, PageRef, Tier},
 };
 
@@ -454,7 +454,7 @@ impl Drop for Shared {
             let sequence = Arc::clone(&inner.rows[last].sequence);
             let body = inner.pull(pool, *shape, last);
             // Whoever holds this lock never waits for another, so this waits for a moment at most.
-            let mut place = sequence.place.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut place = lock(&sequence.place);
             *place = Place::Idle(body);
         }
         while let Some(record) = inner.outstanding.pop_front() {
@@ -807,7 +807,8 @@ impl Inner {
         let page_tokens = pool.spec.page_tokens();
         let body = &mut self.rows[row].body;
         let (tenant, slots) = (body.tenant, body.slots);
-        for g in 0..body.tables.len() {
+        // Children first, so that a page that only they continue can lose its key with them.
+        for g in body.groups_up(pool) {
             let group = GroupId(g as u8);
             let at = match pool.is_state(group) {
                 true => 0,

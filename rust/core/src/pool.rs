@@ -120,6 +120,8 @@ pub(crate) struct Scratch {
     pub(crate) reversed: Vec<PageRef>,
     pub(crate) keys: Vec<ChainKey>,
     pub(crate) news: News,
+    /// Units of pages being let go that are to be promised again, with their payers.
+    pub(crate) again: Vec<(TenantId, u32)>,
     /// Sources of copies that the step in progress asked for.
     pub(crate) sources: Vec<PageRef>,
 }

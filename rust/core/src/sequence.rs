@@ -578,19 +578,22 @@ impl Body {
         payer: Option<TenantId>,
         scratch: &mut Scratch,
     ) {
-        let promised = self.promised.iter().filter(|p| payer.is_none_or(|payer| p.0 == payer));
-        let again: Vec<_> = promised
-            .map(|&(payer, most)| {
-                let pages = pages.iter().filter(|p| pool.pages.payer(p.id) == payer).count() as u32;
-                (payer, most, pages * pool.groups[g].units)
-            })
-            .collect();
+        scratch.again.clear();
+        for &(payer, most) in self.promised.iter().filter(|p| payer.is_none_or(|payer| p.0 == payer)) {
+            let given = pages.iter().filter(|p| pool.pages.payer(p.id) == payer).count() as u32;
+            let now = self.promises.iter().find(|p| p.0 == payer).map_or(most, |p| p.1);
+            scratch.again.push((payer, (given * pool.groups[g].units).min(most.saturating_sub(now))));
+        }
+        let wanted = scratch.again.clone();
+        // What becomes free goes from held to promised at once, which nothing can refuse.
         pool.let_go_reversed(lane, pages, scratch);
-        for (payer, most, units) in again {
+        let missing = std::mem::take(&mut scratch.again);
+        for ((payer, wanted), (_, missing)) in wanted.into_iter().zip(missing) {
             let Some(promise) = self.promise_of(payer) else { continue };
-            let units = units.min(most.saturating_sub(*promise));
-            if units > 0 && pool.promise(lane, payer, units).is_ok() {
-                *promise += units;
+            *promise += wanted - missing;
+            // What stays cached, or others hold too, takes room of its own.
+            if missing > 0 && pool.promise(lane, payer, missing).is_ok() {
+                *promise += missing;
             }
         }
     }
@@ -877,7 +880,7 @@ impl Body {
     }
 
     /// The groups in the order in which their pages go: those of other groups are children of the anchor's.
-    fn groups_up(&self, pool: &Pool) -> impl Iterator<Item = usize> + use<> {
+    pub(crate) fn groups_up(&self, pool: &Pool) -> impl Iterator<Item = usize> + use<> {
         let anchor = pool.spec.anchor().map(GroupId::as_usize);
         (0..self.tables.len()).filter(move |&g| Some(g) != anchor).chain(anchor)
     }
