@@ -304,7 +304,8 @@ impl<'a> Audit<'a> {
             }
             for tenant in (0..=pool.ledger.top()).map(TenantId) {
                 let usage = pool.ledger.usage(tier, tenant);
-                let sums = self.tenants[tier.as_usize()][tenant.as_usize()];
+                // (A tenant that came up since the audit began has no pages.)
+                let sums = self.tenants[tier.as_usize()].get(tenant.as_usize()).copied().unwrap_or_default();
                 let ledger = [usage.held, usage.cached, usage.pinned].map(|u| u64::from(u.0));
                 if ledger != [sums.held, sums.cached, sums.pinned] {
                     let text = format!(
