@@ -1,0 +1,64 @@
+//! Corners of the books in which something went wrong once.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
+
+use super::build::{PAGE, green, options, plain_tenant, pool, spec, tenant};
+use crate::{
+    admit::Verdict,
+    error::Error,
+    ledger::Policy,
+    pool::{Options, Pool},
+    sequence::Open,
+    spec::GroupKind,
+    word::Units,
+};
+
+fn prompt<'a>(tokens: u32) -> Open<'a> {
+    Open { tokens: (0..tokens).collect(), admit: true, ..Open::default() }
+}
+
+#[test]
+fn what_children_have_reserved_their_parent_never_gets_itself() {
+    let pool = pool(spec(&[(GroupKind::Full, 1)]), 8);
+    let org = plain_tenant(&pool, "org");
+    let team = tenant(
+        &pool,
+        org,
+        "team",
+        &Policy { reserve: [Units(3), Units(0)], publish: vec![(org, None)], ..Policy::default() },
+    );
+    let answer = |who, pages: u32| pool.admit(who, &Open::default(), pages * PAGE).expect("asked").verdict;
+    assert_eq!((answer(org, 5), answer(org, 6)), (Verdict::Now, Verdict::Never));
+    assert_eq!((answer(team, 8), answer(team, 9)), (Verdict::Now, Verdict::Never));
+    let refused = pool.open(org, prompt(6 * PAGE)).expect_err("beside the reserve");
+    assert!(matches!(refused, Error::Never(refusal) if refusal.level == org), "{refused:?}");
+    // What an organisation and its team pay together may use the team's reserve.
+    let share = [(org, 5 * PAGE)];
+    let both = Open { share: &share, ..prompt(8 * PAGE) };
+    let both = pool.open(team, both).expect("fits");
+    both.close().expect("closes");
+    green(&pool);
+}
+
+#[test]
+fn tenants_that_come_up_beside_an_audit() {
+    let spec = spec(&[(GroupKind::Full, 1)]);
+    let options = Options { max_tenants: 2000, ..options(&spec, 8) };
+    let pool = Arc::new(Pool::new(spec, &options).expect("a pool"));
+    let done = AtomicBool::new(false);
+    std::thread::scope(|threads| {
+        threads.spawn(|| {
+            for nth in 0..2000 {
+                plain_tenant(&pool, &format!("t{nth}"));
+            }
+            done.store(true, Ordering::Release);
+        });
+        while !done.load(Ordering::Acquire) {
+            green(&pool);
+        }
+    });
+    green(&pool);
+}
