@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use super::build::{PAGE, green, options, plain_tenant, pool, spec, tenant};
+use super::build::{PAGE, batch, green, options, plain_tenant, pool, spec, tenant};
 use crate::{
     admit::Verdict,
     error::Error,
@@ -60,5 +60,30 @@ fn tenants_that_come_up_beside_an_audit() {
             green(&pool);
         }
     });
+    green(&pool);
+}
+
+#[test]
+fn a_kept_state_does_not_keep_its_continuation_out() {
+    let pool = pool(spec(&[(GroupKind::Full, 1), (GroupKind::State, 1)]), 20);
+    let org = plain_tenant(&pool, "org");
+    let limit = [Some(Units(4)), None];
+    let t = tenant(&pool, org, "t", &Policy { limit, ..Policy::default() });
+    let rows = batch(&pool, 1, 100);
+    let seq = pool.open(t, Open { admit: false, ..prompt(2 * PAGE) }).expect("opened");
+    rows.add(&seq).expect("a row");
+    rows.step(None, None, |_| ()).expect("a step");
+    rows.commit(None).expect("committed");
+    assert!(seq.keep_state().expect("not busy"));
+    rows.remove(&seq).expect("removed");
+    seq.close().expect("closes");
+    // Three pages and a state are all it may have, so the snapshot that is hit can't be held beside them.
+    let again = pool.open(t, prompt(3 * PAGE)).expect("fits");
+    assert_eq!(again.counts().expect("counts").cached, 0);
+    rows.add(&again).expect("a row");
+    rows.step(None, None, |step| assert!(step.refused.is_empty())).expect("a step");
+    rows.commit(None).expect("committed");
+    drop(rows);
+    again.close().expect("closes");
     green(&pool);
 }
