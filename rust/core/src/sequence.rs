@@ -474,6 +474,12 @@ impl Body {
         }
     }
 
+    /// Whether a page is paid by the tenant, or by whom its place belongs to: not where a shared range was cut inside it.
+    pub(crate) fn is_its_payers(&self, pool: &Pool, place: usize, page: PageRef) -> bool {
+        let payer = pool.pages.payer(page.id);
+        payer == self.tenant || payer == self.payer(pool.spec.page_tokens(), place as u32)
+    }
+
     /// Whether all further pages are its tenant's.
     pub(crate) fn pays_alone(&self) -> bool {
         self.ranges.is_empty() || self.ranges.last().is_some_and(|r| r.end <= self.slots)
@@ -806,6 +812,10 @@ impl Body {
         self.slots = self.slots.min(n);
         self.written = self.written.min(n);
         self.tokens.truncate(n as usize);
+        // What was to be shared is the prompt that was opened, and not what comes in its place.
+        for range in &mut self.ranges {
+            range.end = range.end.min(n);
+        }
         self.shrink_to(pool, lane, self.slots, scratch);
         let whole = n / page_tokens;
         if whole < self.published {

@@ -13,7 +13,7 @@ use crate::{
     pool::{Options, Pool},
     sequence::Open,
     spec::GroupKind,
-    word::Units,
+    word::{GroupId, Units},
 };
 
 fn prompt<'a>(tokens: u32) -> Open<'a> {
@@ -86,4 +86,40 @@ fn a_kept_state_does_not_keep_its_continuation_out() {
     drop(rows);
     again.close().expect("closes");
     green(&pool);
+}
+
+#[test]
+fn what_comes_behind_a_cut_in_a_shared_range_is_the_tenants_own() {
+    for cut in [PAGE, PAGE + 1] {
+        let pool = pool(spec(&[(GroupKind::Full, 1)]), 40);
+        let org = plain_tenant(&pool, "org");
+        let team =
+            |name| tenant(&pool, org, name, &Policy { publish: vec![(org, None)], ..Policy::default() });
+        let (a, b) = (team("a"), team("b"));
+        let rows = batch(&pool, 1, 100);
+        let share = [(org, 2 * PAGE)];
+        let mut tokens: Vec<u32> = (0..2 * PAGE + 1).collect();
+        let open = |tokens: &[u32]| Open { tokens: tokens.to_vec(), share: &share, ..Open::default() };
+        let seq = pool.open(a, open(&tokens)).expect("opened");
+        let step = || {
+            rows.step(None, None, |step| assert!(step.refused.is_empty())).expect("a step");
+            rows.commit(None).expect("committed");
+        };
+        rows.add(&seq).expect("a row");
+        step();
+        seq.truncate(cut).expect("it was longer");
+        tokens.truncate(cut as usize);
+        let turn: Vec<u32> = (1000..1000 + 2 * PAGE).collect();
+        seq.extend(&turn).expect("known");
+        tokens.extend(turn);
+        step();
+        let (_, pages) = seq.pages(GroupId(0)).expect("pages");
+        let payers: Vec<_> = pages.iter().map(|(page, _)| pool.pages.payer(page.id)).collect();
+        assert_eq!((payers[0], &payers[1..]), (org, &vec![a; payers.len() - 1][..]), "cut at {cut}");
+        let hit = |who| pool.open(who, open(&tokens)).expect("opened").counts().expect("counts").cached;
+        assert_eq!(hit(b), PAGE, "nobody else sees the turn");
+        drop(rows);
+        drop(seq);
+        green(&pool);
+    }
 }
