@@ -12,7 +12,7 @@ use crate::{
     ledger::Policy,
     pool::{Options, Pool},
     sequence::Open,
-    spec::GroupKind,
+    spec::{GroupKind, Layout, Spec},
     word::{GroupId, Units},
 };
 
@@ -121,5 +121,27 @@ fn what_comes_behind_a_cut_in_a_shared_range_is_the_tenants_own() {
         drop(rows);
         drop(seq);
         green(&pool);
+    }
+}
+
+#[test]
+fn books_beyond_all_memory_are_refused() {
+    let spec = || spec(&[(GroupKind::Full, 1)]);
+    let page = spec().sizes()[0];
+    let refused = |options: Options| match Pool::new(spec(), &options) {
+        Err(Error::Argument(text)) => text,
+        other => panic!("{other:?}"),
+    };
+    for pages in [1 << 28, (1 << 31) - 2] {
+        let text = refused(Options { device_bytes: page * pages, ..options(&spec(), 8) });
+        assert!(text.contains("use larger pages"), "{text}");
+    }
+    // So many tokens that few systems could store them: an answer, and no panic.
+    let mut group = spec().groups()[0].clone();
+    (group.k_dim, group.v_dim) = (1, 1);
+    let long = Spec::new(1 << 16, vec![group], Layout::PageMajor, None).expect("a spec");
+    let bytes = long.sizes()[0] * ((1 << 28) - 1);
+    if let Err(error) = Pool::new(long, &Options { device_bytes: bytes, ..options(&spec(), 8) }) {
+        assert!(matches!(&error, Error::Argument(text) if text.contains("memory")), "{error:?}");
     }
 }
