@@ -819,7 +819,12 @@ impl Inner {
             // A snapshot of a fixed state stays findable while there is room for a copy; admission counted the copy of one
             // that was hit, and none of those that are kept on the way.
             let snapshot = pool.is_state(group) && pool.pages.read(page.id).is_indexed();
-            if !snapshot && let Some(private) = pool.make_private(page, group) {
+            // A page of a scope is not written on with what is the tenant's alone.
+            let own = pool.is_state(group) || body.is_its_payers(pool, at, page);
+            if !snapshot
+                && own
+                && let Some(private) = pool.make_private(page, group)
+            {
                 body.tables[g].pages[at] = private;
                 continue;
             }
