@@ -340,8 +340,10 @@ impl Batch {
     /// # Errors
     /// Busy.
     pub fn bind(&self, arrays: Box<dyn Arrays>) -> Result<(), Error> {
+        // Dropped after the lock: whoever owned the old arrays may look at the batch when they go.
+        let _old;
         let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
-        inner.arrays = arrays;
+        _old = std::mem::replace(&mut inner.arrays, arrays);
         for row in 0..inner.rows.len() {
             inner.sync_out(row);
             inner.sync_in(&self.shared.pool, self.shared.shape, row);
@@ -350,7 +352,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Take every sequence out. They stay open.
+    /// Take every sequence out, and forget the steps that wait for their commit. The sequences stay open.
     ///
     /// # Errors
     /// Busy, also if one of the sequences is: those before it are out then.
@@ -359,6 +361,13 @@ impl Batch {
             if let Some(sequence) = self.sequence(last)? {
                 self.remove(&sequence)?;
             }
+        }
+        let Shared { pool, member, .. } = &*self.shared;
+        let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
+        if inner.rows.is_empty() {
+            let _op = pool.enter(inner.lane);
+            inner.forget_records(pool);
+            pool.quiescence.quiesce(*member);
         }
         Ok(())
     }
@@ -457,9 +466,7 @@ impl Drop for Shared {
             let mut place = lock(&sequence.place);
             *place = Place::Idle(body);
         }
-        while let Some(record) = inner.outstanding.pop_front() {
-            pool.let_go(inner.lane, &record.sources, &mut inner.scratch);
-        }
+        inner.forget_records(pool);
         pool.quiescence.leave(*member);
     }
 }
@@ -470,6 +477,15 @@ impl Inner {
         match self.rows.get(row) {
             Some(found) if std::ptr::eq(&raw const *found.sequence, sequence) => Ok(row),
             _ => Err(Error::Argument("the sequence has no row in this batch".into())),
+        }
+    }
+
+    /// No commit follows: what was kept for the copies of these steps goes back.
+    fn forget_records(&mut self, pool: &Pool) {
+        while let Some(mut record) = self.outstanding.pop_front() {
+            pool.let_go(self.lane, &record.sources, &mut self.scratch);
+            record.sources.clear();
+            self.spare.push(record);
         }
     }
 

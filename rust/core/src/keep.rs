@@ -172,6 +172,15 @@ impl Pool {
                 self.bytes(busy)
             )));
         }
+        let open = self.sequences[tenant.as_usize()].get();
+        if open > 0 {
+            return Err(Error::Tenant(format!(
+                "tenant {:?} has {open} open sequence{}; close {} first",
+                self.ledger.name(tenant).unwrap_or_default(),
+                if open == 1 { "" } else { "s" },
+                if open == 1 { "it" } else { "them" },
+            )));
+        }
         let _op = self.enter(Lane(0));
         for pin in self.pins.take_all(Some(tenant)) {
             self.unpin_pages(&pin.pages);

@@ -109,6 +109,8 @@ pub struct Pool {
     closed: AtomicU32,
     /// Per lane a cache line: operations entered, operations left.
     pub(crate) ops: Words,
+    /// Per tenant: sequences that are open, whether or not they hold pages.
+    pub(crate) sequences: Words,
 }
 
 /// Lists that operations use again and again, so that the hot paths don't allocate.
@@ -248,6 +250,7 @@ impl Pool {
             lanes: AtomicU64::new(0),
             closed: AtomicU32::new(0),
             ops: Words::zeroed(LANES * 8),
+            sequences: Words::zeroed(max_tenants as usize),
             arenas,
             layouts,
             states: spec

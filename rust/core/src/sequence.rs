@@ -38,7 +38,7 @@ use crate::{
     prefix::{Hit, Prompt, Range, scope_at},
     spec::GroupKind,
     stats::Lookup,
-    sync::{AtomicU32, Mutex, MutexGuard},
+    sync::{Atom, AtomicU32, Mutex, MutexGuard},
     word::{GroupId, Lane, PageRef, TenantId, Tier, Units},
 };
 
@@ -334,6 +334,7 @@ impl Body {
             .any(|g| pool.is_state(GroupId(g as u8)) && hit.tables.get(g).is_some_and(|t| !t.1.is_empty()));
         let mut keys = hit.keys;
         keys.drain(..keys.len().saturating_sub(KEPT_KEYS));
+        pool.sequences[tenant.as_usize()].plus(1);
         // So that steps don't allocate; but an absurd bound takes no memory before it is used.
         let room =
             (tokens.len() + max_new.min(MOST_ROOM) as usize).div_ceil(pool.spec.page_tokens() as usize);
@@ -885,6 +886,7 @@ impl Body {
             }
         }
         self.shared_tail = true;
+        pool.sequences[self.tenant.as_usize()].plus(1);
         Ok(Self {
             lane: pool.next_lane(),
             tokens: self.tokens.clone(),
@@ -907,7 +909,7 @@ impl Body {
         (0..self.tables.len()).filter(move |&g| Some(g) != anchor).chain(anchor)
     }
 
-    /// Everything goes back.
+    /// Everything goes back, once.
     pub(crate) fn release_all(&mut self, pool: &Pool, scratch: &mut Scratch) {
         for g in self.groups_up(pool) {
             let table = std::mem::take(&mut self.tables[g]);
@@ -919,5 +921,6 @@ impl Body {
             }
         }
         self.parent = None;
+        pool.sequences[self.tenant.as_usize()].minus(1);
     }
 }
