@@ -340,15 +340,18 @@ impl Batch {
     /// # Errors
     /// Busy.
     pub fn bind(&self, arrays: Box<dyn Arrays>) -> Result<(), Error> {
-        // Dropped after the lock: whoever owned the old arrays may look at the batch when they go.
-        let _old;
-        let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
-        _old = std::mem::replace(&mut inner.arrays, arrays);
-        for row in 0..inner.rows.len() {
-            inner.sync_out(row);
-            inner.sync_in(&self.shared.pool, self.shared.shape, row);
-        }
-        inner.shown = self.shared.shape.step as usize;
+        let old = {
+            let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
+            let old = std::mem::replace(&mut inner.arrays, arrays);
+            for row in 0..inner.rows.len() {
+                inner.sync_out(row);
+                inner.sync_in(&self.shared.pool, self.shared.shape, row);
+            }
+            inner.shown = self.shared.shape.step as usize;
+            old
+        };
+        // Not under the lock: whoever owned the old arrays may look at the batch when they go.
+        drop(old);
         Ok(())
     }
 
@@ -413,6 +416,7 @@ impl Batch {
 #[cfg(test)]
 impl Batch {
     /// What stands in the arrays: block table and slot mapping of each group; lengths, starts and positions.
+    #[expect(clippy::type_complexity, reason = "taken apart where it is called")]
     pub(crate) fn shown(&self) -> (Vec<(Vec<i32>, Vec<i64>)>, [Vec<i32>; 3]) {
         let inner = &mut *try_lock(&self.shared.inner, "the batch").expect("nobody uses it");
         let group = |g| {

@@ -188,6 +188,7 @@ impl World {
 
     // What is done.
 
+    #[expect(clippy::too_many_arguments, reason = "one for each thing that is random")]
     pub(super) fn open(
         &mut self,
         tenant: usize,
@@ -633,7 +634,9 @@ impl World {
     pub(super) fn keep_state(&mut self, id: u64) {
         let model = &self.sequences[&id];
         let kept = model.handle.keep_state().expect("nobody uses it");
-        assert!(!kept || self.has_state() && model.slots() == model.written && model.written % PAGE == 0);
+        assert!(
+            !kept || self.has_state() && model.slots() == model.written && model.written.is_multiple_of(PAGE)
+        );
     }
 
     /// Move a page of a sequence to another frame.
