@@ -139,7 +139,7 @@ def tsan(session: nox.Session) -> None:
         session.skip("rust/core/tests/stress.rs is not there")
     env = {
         "RUSTC_BOOTSTRAP": "1",
-        "RUSTFLAGS": "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer",
+        "RUSTFLAGS": "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer --cfg kvalloc_tsan",
         "CARGO_TARGET_DIR": str(TARGET / "tsan"),
         "TSAN_OPTIONS": "halt_on_error=1 history_size=4",
     }

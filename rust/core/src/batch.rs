@@ -28,7 +28,7 @@ use crate::{
     pool::{Pool, Scratch},
     sequence::{Body, Place, Sequence, try_lock},
     stats::Counter,
-    sync::{Atom, Mutex},
+    sync::{Atom, Mutex, lock},
     word::{FrameId, GroupId, Lane, PageRef, Tier},
 };
 
@@ -287,7 +287,6 @@ impl Batch {
         let one_each = inner.write(pool, *shape);
         pool.quiescence.step(*member, entered);
         inner.remember(one_each);
-        pool.stats.count(inner.lane, Counter::Steps, 1);
         Ok(seen(&inner.step))
     }
 
@@ -351,7 +350,7 @@ impl Batch {
             inner.shown = self.shared.shape.step as usize;
             old
         };
-        // Outside the lock: whoever owned them may look at the batch when they go.
+        // Not under the lock: whoever owned the old arrays may look at the batch when they go.
         drop(old);
         Ok(())
     }
@@ -417,6 +416,7 @@ impl Batch {
 #[cfg(test)]
 impl Batch {
     /// What stands in the arrays: block table and slot mapping of each group; lengths, starts and positions.
+    #[expect(clippy::type_complexity, reason = "taken apart where it is called")]
     pub(crate) fn shown(&self) -> (Vec<(Vec<i32>, Vec<i64>)>, [Vec<i32>; 3]) {
         let inner = &mut *try_lock(&self.shared.inner, "the batch").expect("nobody uses it");
         let group = |g| {
@@ -467,7 +467,7 @@ impl Drop for Shared {
             let sequence = Arc::clone(&inner.rows[last].sequence);
             let body = inner.pull(pool, *shape, last);
             // Whoever holds this lock never waits for another, so this waits for a moment at most.
-            let mut place = sequence.place.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut place = lock(&sequence.place);
             *place = Place::Idle(body);
         }
         inner.forget_records(pool);
@@ -827,7 +827,8 @@ impl Inner {
         let page_tokens = pool.spec.page_tokens();
         let body = &mut self.rows[row].body;
         let (tenant, slots) = (body.tenant, body.slots);
-        for g in 0..body.tables.len() {
+        // Children first, so that a page that only they continue can lose its key with them.
+        for g in body.groups_up(pool) {
             let group = GroupId(g as u8);
             let at = match pool.is_state(group) {
                 true => 0,
@@ -838,7 +839,12 @@ impl Inner {
             // A snapshot of a fixed state stays findable while there is room for a copy; admission counted the copy of one
             // that was hit, and none of those that are kept on the way.
             let snapshot = pool.is_state(group) && pool.pages.read(page.id).is_indexed();
-            if !snapshot && let Some(private) = pool.make_private(page, group) {
+            // A page of a scope is not written on with what is the tenant's alone.
+            let own = pool.is_state(group) || body.is_its_payers(pool, at, page);
+            if !snapshot
+                && own
+                && let Some(private) = pool.make_private(page, group)
+            {
                 body.tables[g].pages[at] = private;
                 continue;
             }
@@ -1000,6 +1006,7 @@ impl Inner {
             pool.let_go(self.lane, &record.sources, &mut self.scratch);
             record.sources.clear();
         }
+        pool.stats.count(self.lane, Counter::Steps, 1);
         pool.stats.count(self.lane, Counter::TokensWritten, written);
         self.spare.push(record);
     }

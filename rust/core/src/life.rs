@@ -175,8 +175,13 @@ impl Pool {
         let mut held = 0;
         let mut refusal = None;
         while held < found.len() && refusal.is_none() {
-            let payer = self.pages.payer(found[held].id);
-            let run = found[held..].iter().take_while(|p| self.pages.payer(p.id) == payer).count();
+            // A page in another life may be another tenant's, whose books this must not touch even for a moment.
+            let payer_of = |page: &PageRef| {
+                let payer = self.pages.payer(page.id);
+                (self.pages.read(page.id).generation() == page.generation).then_some(payer)
+            };
+            let Some(payer) = payer_of(&found[held]) else { break };
+            let run = found[held..].iter().take_while(|page| payer_of(page) == Some(payer)).count();
             let (n, refused) = self.hold_run(payer, &found[held..held + run]);
             held += n;
             refusal = refused.map(|r| self.refusal(r));
@@ -373,7 +378,13 @@ impl Pool {
             let _ = self.slots.release_many(&scratch.ids);
             let _ = self.arena(tier).release_many(class.size, &scratch.frames);
             let freed = scratch.ids.len() as u32 * units;
-            self.ledger.discharge(tier, payer, lane, Units(freed));
+            let mut kept = 0;
+            if let Some(again) = scratch.again.iter_mut().find(|again| again.0 == payer) {
+                kept = freed.min(again.1);
+                again.1 -= kept;
+                self.ledger.discharge_promised(tier, payer, lane, Units(kept));
+            }
+            self.ledger.discharge(tier, payer, lane, Units(freed - kept));
             self.stats.count(lane, Counter::PagesReleased, scratch.ids.len() as u64);
         }
         stale

@@ -19,11 +19,11 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
-    sync::{PoisonError, TryLockError},
+    sync::TryLockError,
 };
 
 use crate::{
-    sync::{Atom, AtomicU64, Mutex, MutexGuard},
+    sync::{Atom, AtomicU64, Mutex, MutexGuard, lock},
     word::{PageRef, TenantId, Units},
 };
 
@@ -133,7 +133,7 @@ impl Pins {
 
     fn lock(&self) -> MutexGuard<'_, Table> {
         // Nothing in here panics half-way through a change, so a poisoned table is whole.
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.table)
     }
 
     /// List a pin whose pages are pinned already, if its owner's budget allows it. All or nothing.
@@ -192,9 +192,14 @@ impl Pins {
         })
     }
 
+    /// Whether there may be pins whose time has come.
+    pub(crate) fn are_due(&self, now_ms: u64) -> bool {
+        self.next_expiry.get() <= now_ms
+    }
+
     /// End all pins whose time has come, earliest first. Never waits: what it can't reach now comes the next time.
     pub(crate) fn take_expired(&self, now_ms: u64) -> Vec<Pin> {
-        if self.next_expiry.get() > now_ms {
+        if !self.are_due(now_ms) {
             return Vec::new();
         }
         let mut table = match self.table.try_lock() {

@@ -52,6 +52,18 @@ pub(crate) struct Hit {
     pub(crate) parent: Parent,
 }
 
+impl Hit {
+    /// A prompt of which nothing is there.
+    pub(crate) fn nothing(pool: &Pool, root: ChainKey) -> Self {
+        Self {
+            pages: 0,
+            tables: vec![(0, Vec::new()); pool.groups.len()],
+            keys: vec![root],
+            parent: Parent::Digest(pool.hasher.digest(root)),
+        }
+    }
+}
+
 /// A prompt to look up.
 #[derive(Debug)]
 pub(crate) struct Prompt<'a> {
@@ -64,6 +76,8 @@ pub(crate) struct Prompt<'a> {
 struct Chain {
     keys: Vec<ChainKey>,
     seen: Vec<Seen>,
+    /// Pages of other groups count only if they continue the very pages of the chain.
+    exact: bool,
 }
 
 impl Pool {
@@ -80,7 +94,7 @@ impl Pool {
         let most = (prompt.tokens.len() as u32).saturating_sub(1) / page_tokens;
         let anchor = self.spec.anchor();
         let groups = self.groups.len();
-        let mut chain = Chain { keys: vec![prompt.root], seen: Vec::new() };
+        let mut chain = Chain { keys: vec![prompt.root], seen: Vec::new(), exact: false };
         let mut n = match anchor {
             Some(group) => {
                 self.follow(lane, prompt, ranges, group, most, &mut chain);
@@ -99,6 +113,12 @@ impl Pool {
                 before = n;
                 for g in (0..groups).map(|g| GroupId(g as u8)).filter(|&g| Some(g) != anchor) {
                     n = self.longest(prompt, ranges, &chain, g, n);
+                }
+            }
+            if anchor.is_some() && !chain.exact {
+                chain.exact = true;
+                if self.change_over(lane, prompt, ranges, &mut chain, n, scratch) {
+                    continue 'again;
                 }
             }
             for g in (0..groups).map(|g| GroupId(g as u8)).filter(|&g| Some(g) != anchor) {
@@ -139,7 +159,7 @@ impl Pool {
         let Some(group) = self.spec.anchor() else { return Vec::new() };
         let page_tokens = self.spec.page_tokens();
         let most = (prompt.tokens.len() as u32).saturating_sub(1) / page_tokens;
-        let mut chain = Chain { keys: vec![prompt.root], seen: Vec::new() };
+        let mut chain = Chain { keys: vec![prompt.root], seen: Vec::new(), exact: false };
         for page in 0..most {
             let scope = scope_at(ranges, prompt.tenant, page_tokens, page);
             chain.keys.push(self.hasher.page(
@@ -223,7 +243,7 @@ impl Pool {
                     Some(seen) => {
                         chain.seen.push(seen);
                         found.push(seen.page);
-                        self.follow_back(lane, chain, start as usize, &mut found);
+                        self.follow_back(lane, chain, chain.seen.len() - 1, start as usize, &mut found);
                     }
                     None => break,
                 }
@@ -250,10 +270,17 @@ impl Pool {
         }
     }
 
-    /// The last page of the chain may continue a copy of the page before it: then the chain goes over the copy. So whoever
-    /// holds a page holds what it continues, and nothing that is cached is kept there by what is held.
-    fn follow_back(&self, lane: Lane, chain: &mut Chain, start: usize, found: &mut [PageRef]) {
-        let mut last = chain.seen.len() - 1;
+    /// The page `last` of the chain may continue a copy of the page before it: then the chain goes over the copy. So whoever
+    /// holds a page holds what it continues, and nothing that is cached is kept there by what is held. Pages from `start` on
+    /// are in `found` and not held yet.
+    fn follow_back(
+        &self,
+        lane: Lane,
+        chain: &mut Chain,
+        mut last: usize,
+        start: usize,
+        found: &mut [PageRef],
+    ) {
         while last > 0
             && let Some(before) = page_before(&self.pages, chain.seen[last].page.id)
             && before != chain.seen[last - 1].page
@@ -332,7 +359,54 @@ impl Pool {
         };
         let scope = scope_at(ranges, prompt.tenant, self.spec.page_tokens(), page);
         let wanted = self.wanted(prompt, chain, scope, group, page, parent);
-        self.index.lookup(&self.pages, &wanted, Some).map(|seen| seen.page)
+        let found = self.index.lookup(&self.pages, &wanted, Some)?.page;
+        let fits = !chain.exact
+            || chain
+                .seen
+                .get(page as usize)
+                .is_none_or(|at| page_before(&self.pages, found.id) == Some(at.page));
+        fits.then_some(found)
+    }
+
+    /// Pages of other groups may continue copies of the chain's pages: then the chain goes over those that the last of
+    /// them continue. Whether pages of other groups have to be looked up again.
+    fn change_over(
+        &self,
+        lane: Lane,
+        prompt: &Prompt<'_>,
+        ranges: &[Range],
+        chain: &mut Chain,
+        n: u32,
+        scratch: &mut Scratch,
+    ) -> bool {
+        let Some(last) = n.checked_sub(1) else { return false };
+        let others =
+            (0..self.groups.len()).map(|g| GroupId(g as u8)).filter(|&g| Some(g) != self.spec.anchor());
+        let mut again = false;
+        for group in others {
+            for page in self.places(group, n) {
+                again |= self.look(prompt, ranges, chain, group, page).is_none();
+            }
+        }
+        let others =
+            (0..self.groups.len()).map(|g| GroupId(g as u8)).filter(|&g| Some(g) != self.spec.anchor());
+        if again {
+            chain.exact = false;
+            let found = others
+                .filter(|&group| self.places(group, n).contains(&last))
+                .find_map(|group| self.look(prompt, ranges, chain, group, last));
+            chain.exact = true;
+            let at = &mut chain.seen[last as usize].page;
+            if let Some(copy) = found.and_then(|page| page_before(&self.pages, page.id))
+                && copy != *at
+                && self.hold(lane, &[copy]).0 == 1
+            {
+                let old = std::mem::replace(at, copy);
+                self.let_go(lane, &[old], scratch);
+                self.follow_back(lane, chain, last as usize, usize::MAX, &mut []);
+            }
+        }
+        again
     }
 
     /// The longest hit of at most `n` pages that this group allows.

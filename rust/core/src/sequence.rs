@@ -176,7 +176,7 @@ impl Pool {
                 ))
             })?;
         self.check_tenant(tenant)?;
-        let mut ranges = self.ranges(tenant, &open)?;
+        let asked = self.ranges(tenant, &open)?;
         let lane = self.next_lane();
         let _op = self.enter(lane);
         if open.admit {
@@ -186,22 +186,34 @@ impl Pool {
         }
         let mut scratch = Scratch::default();
         let root = self.root(&open);
-        let prompt = Prompt { tenant, tokens: &open.tokens, root };
-        let asked = ranges.clone();
-        let hit = self.find_prefix(lane, &prompt, &mut ranges, &mut scratch);
-        self.settle_ranges(tenant, &mut ranges, &hit);
+        let mut ranges = asked.clone();
         let tokens = std::mem::take(&mut open.tokens);
-        let mut body = Body::new(tenant, lane, tokens, open.max_new_tokens, root, ranges, hit, self);
-        body.fallbacks = fallbacks(&asked, &body.ranges, tenant);
-        body.protection = self.protection(&open);
-        if open.admit
-            && let Err(error) = body.reserve(self, total)
-        {
-            body.release_all(self, &mut scratch);
-            if let Error::Refused(refusal) = &error {
-                self.count_refusal(lane, refusal);
+        let prompt = Prompt { tenant, tokens: &tokens, root };
+        let hit = self.find_prefix(lane, &prompt, &mut ranges, &mut scratch);
+        let begin = |mut ranges: Vec<Range>, hit: Hit, tokens| {
+            self.settle_ranges(tenant, &mut ranges, &hit);
+            let mut body = Body::new(tenant, lane, tokens, open.max_new_tokens, root, ranges, hit, self);
+            body.fallbacks = fallbacks(&asked, &body.ranges, tenant);
+            body.protection = self.protection(&open);
+            body
+        };
+        let mut body = begin(ranges, hit, tokens);
+        if open.admit {
+            let mut reserved = body.reserve(self, total);
+            if reserved.is_err() && self.has_states() && body.cached > 0 {
+                // A snapshot that was hit is held beside the state that continues it: without it there may be room.
+                body.release_all(self, &mut scratch);
+                let tokens = std::mem::take(&mut body.tokens);
+                body = begin(asked.clone(), Hit::nothing(self, root), tokens);
+                reserved = body.reserve(self, total);
             }
-            return Err(error);
+            if let Err(error) = reserved {
+                body.release_all(self, &mut scratch);
+                if let Error::Refused(refusal) = &error {
+                    self.count_refusal(lane, refusal);
+                }
+                return Err(error);
+            }
         }
         body.admitted = if open.max_new_tokens > 0 { total } else { 0 };
         Ok(Sequence::handle(self, body))
@@ -463,6 +475,12 @@ impl Body {
         }
     }
 
+    /// Whether a page is paid by the tenant, or by whom its place belongs to: not where a shared range was cut inside it.
+    pub(crate) fn is_its_payers(&self, pool: &Pool, place: usize, page: PageRef) -> bool {
+        let payer = pool.pages.payer(page.id);
+        payer == self.tenant || payer == self.payer(pool.spec.page_tokens(), place as u32)
+    }
+
     /// Whether all further pages are its tenant's.
     pub(crate) fn pays_alone(&self) -> bool {
         self.ranges.is_empty() || self.ranges.last().is_some_and(|r| r.end <= self.slots)
@@ -579,19 +597,22 @@ impl Body {
         payer: Option<TenantId>,
         scratch: &mut Scratch,
     ) {
-        let promised = self.promised.iter().filter(|p| payer.is_none_or(|payer| p.0 == payer));
-        let again: Vec<_> = promised
-            .map(|&(payer, most)| {
-                let pages = pages.iter().filter(|p| pool.pages.payer(p.id) == payer).count() as u32;
-                (payer, most, pages * pool.groups[g].units)
-            })
-            .collect();
+        scratch.again.clear();
+        for &(payer, most) in self.promised.iter().filter(|p| payer.is_none_or(|payer| p.0 == payer)) {
+            let given = pages.iter().filter(|p| pool.pages.payer(p.id) == payer).count() as u32;
+            let now = self.promises.iter().find(|p| p.0 == payer).map_or(most, |p| p.1);
+            scratch.again.push((payer, (given * pool.groups[g].units).min(most.saturating_sub(now))));
+        }
+        let wanted = scratch.again.clone();
+        // What becomes free goes from held to promised at once, which nothing can refuse.
         pool.let_go_reversed(lane, pages, scratch);
-        for (payer, most, units) in again {
+        let missing = std::mem::take(&mut scratch.again);
+        for ((payer, wanted), (_, missing)) in wanted.into_iter().zip(missing) {
             let Some(promise) = self.promise_of(payer) else { continue };
-            let units = units.min(most.saturating_sub(*promise));
-            if units > 0 && pool.promise(lane, payer, units).is_ok() {
-                *promise += units;
+            *promise += wanted - missing;
+            // What stays cached, or others hold too, takes room of its own.
+            if missing > 0 && pool.promise(lane, payer, missing).is_ok() {
+                *promise += missing;
             }
         }
     }
@@ -795,6 +816,10 @@ impl Body {
         self.slots = self.slots.min(n);
         self.written = self.written.min(n);
         self.tokens.truncate(n as usize);
+        // What was to be shared is the prompt that was opened, and not what comes in its place.
+        for range in &mut self.ranges {
+            range.end = range.end.min(n);
+        }
         self.shrink_to(pool, lane, self.slots, scratch);
         let whole = n / page_tokens;
         if whole < self.published {
@@ -879,7 +904,7 @@ impl Body {
     }
 
     /// The groups in the order in which their pages go: those of other groups are children of the anchor's.
-    fn groups_up(&self, pool: &Pool) -> impl Iterator<Item = usize> + use<> {
+    pub(crate) fn groups_up(&self, pool: &Pool) -> impl Iterator<Item = usize> + use<> {
         let anchor = pool.spec.anchor().map(GroupId::as_usize);
         (0..self.tables.len()).filter(move |&g| Some(g) != anchor).chain(anchor)
     }

@@ -33,6 +33,22 @@ pub(crate) use shuttle::sync::{Mutex, MutexGuard};
 #[cfg(not(any(kvalloc_loom, kvalloc_shuttle)))]
 pub(crate) use std::sync::{Mutex, MutexGuard};
 
+/// Lock one of the few mutexes that are waited for (policies, pins, limbo). A poisoned one is whole: nothing panics between
+/// two steps of a change.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // ThreadSanitizer does not see what the standard library does to a thread that waits.
+    #[cfg(kvalloc_tsan)]
+    loop {
+        match mutex.try_lock() {
+            Ok(guard) => return guard,
+            Err(std::sync::TryLockError::Poisoned(poisoned)) => return poisoned.into_inner(),
+            Err(std::sync::TryLockError::WouldBlock) => pause(),
+        }
+    }
+    #[cfg(not(kvalloc_tsan))]
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
 /// Let another thread go first: for the few places that look again a bounded number of times at what others have in hand.
 pub(crate) fn pause() {
     #[cfg(kvalloc_loom)]
@@ -165,6 +181,19 @@ impl Words {
         let raw: Box<[AtomicU64]> = bytemuck::zeroed_slice_box(len + 7);
         let start = (raw.as_ptr() as usize).wrapping_neg() % 64 / 8;
         Self { raw, start }
+    }
+
+    /// Whether there is memory for arrays of these lengths, all at once: [`Self::zeroed`] panics where there is none.
+    #[cfg(not(any(kvalloc_loom, kvalloc_shuttle)))]
+    pub(crate) fn fit(lens: &[usize]) -> bool {
+        let arrays: Result<Vec<Box<[AtomicU64]>>, ()> =
+            lens.iter().map(|&len| bytemuck::try_zeroed_slice_box(len)).collect();
+        arrays.is_ok()
+    }
+
+    #[cfg(any(kvalloc_loom, kvalloc_shuttle))]
+    pub(crate) fn fit(_lens: &[usize]) -> bool {
+        true
     }
 
     #[cfg(any(kvalloc_loom, kvalloc_shuttle))]

@@ -53,6 +53,7 @@ struct Tally {
     hits: AtomicU64,
     refused: AtomicU64,
     shared: AtomicU64,
+    waited: AtomicU64,
     audits: AtomicU64,
     exact: AtomicU64,
 }
@@ -106,8 +107,10 @@ struct Worker {
     face: Pages,
     owned: Vec<PageRef>,
     tally: Arc<Tally>,
-    /// Found by one thread, shared by another.
+    /// Found by one thread, shared by another; the page's tenant goes on paying.
     mail: Arc<[AtomicU64]>,
+    /// Nobody else holds anything of its tenant, so what is reserved for it is there.
+    alone: bool,
 }
 
 impl Worker {
@@ -184,6 +187,7 @@ impl Worker {
     fn fork(&mut self) {
         if let Some(at) = self.pick()
             && self.running.len() < ROWS
+            && self.running[at].counts().expect("mine").known < MOST
             && let Ok(fork) = self.running[at].fork()
         {
             self.batch.add(&fork).expect("a row is free");
@@ -196,7 +200,7 @@ impl Worker {
         let counts = self.running[at].counts().expect("mine");
         let keep = 1 + self.dice.roll(u64::from(counts.known.max(counts.slots))) as u32;
         // Windows and states may refuse.
-        if self.running[at].truncate(keep).is_ok() {
+        if self.running[at].truncate(keep).is_ok() && counts.known < MOST - 8 {
             let _ = self.running[at].extend(&[7, 8, 9]);
         }
     }
@@ -228,7 +232,7 @@ impl Worker {
                 let found = self.face.lookup(self.tenant, group, &[CallerKey::Int(key.into())]);
                 self.owned.extend(found.expect("a sound key"));
             }
-            3 => {
+            3 if !self.alone => {
                 let found = self.face.find_all(self.tenant, group, &[CallerKey::Int(key.into())]);
                 if let Some(page) = found.expect("a sound key")[0] {
                     self.mail[key as usize].store(page.to_bits(), Ordering::Release);
@@ -253,10 +257,19 @@ impl Worker {
         }
     }
 
-    /// With nothing of its own in use, a tenant gets what it has reserved, whatever the others do.
+    /// With nothing of its own in use, a tenant gets what it has reserved, whatever the others do. At once; but a page that
+    /// a step of others copies keeps what it continues until their commit.
     fn reserve(&mut self) {
         self.clear();
-        let pages = self.face.allocate(self.tenant, GroupId(0), RESERVE as usize).expect("it is reserved");
+        let allocate = |waited| {
+            let pages = self.face.allocate(self.tenant, GroupId(0), RESERVE as usize);
+            if pages.is_err() {
+                count(&self.tally.waited, 1);
+                thread::sleep(Duration::from_millis(waited));
+            }
+            pages.ok()
+        };
+        let pages = (0..50).find_map(allocate).expect("it is reserved");
         self.face.release(&pages).expect("mine");
     }
 
@@ -274,9 +287,9 @@ impl Worker {
                 22..26 => self.close(),
                 26..28 => self.fork(),
                 28..30 => self.draft(),
-                30 => self.pin(),
+                30 if !self.alone => self.pin(),
                 31 => drop(self.pool.advance(self.dice.roll(20)).expect("a manual clock")),
-                32 => self.reserve(),
+                32 if self.alone => self.reserve(),
                 33 => {
                     self.commit();
                     if let Some(at) = self.pick() {
@@ -357,6 +370,7 @@ fn run(name: &str, groups: Vec<GroupSpec>, pages: u64, seed: u64, time: Duration
                 owned: Vec::new(),
                 tally: Arc::clone(&tally),
                 mail: Arc::clone(&mail),
+                alone: n % 2 == 0,
                 pool: Arc::clone(&pool),
             };
             thread::spawn(move || worker.work(until))
@@ -388,11 +402,12 @@ fn run(name: &str, groups: Vec<GroupSpec>, pages: u64, seed: u64, time: Duration
     assert_eq!((balance.cached, balance.free), (0, balance.capacity), "{name}: {balance:?}");
     let read = |word: &AtomicU64| word.load(Ordering::Relaxed);
     println!(
-        "{name}: {} steps, {} tokens hit, {} refused, {} shared, {} audits, {} of them exact",
+        "{name}: {} steps, {} tokens hit, {} refused, {} shared, {} waits for a reserve, {} audits, {} of them exact",
         read(&tally.steps),
         read(&tally.hits),
         read(&tally.refused),
         read(&tally.shared),
+        read(&tally.waited),
         read(&tally.audits),
         read(&tally.exact),
     );

@@ -32,7 +32,7 @@ use std::{array, collections::VecDeque};
 
 use super::{Arena, FrameError};
 use crate::{
-    sync::{Atom, AtomicU64, Mutex, Words},
+    sync::{Atom, AtomicU64, Mutex, Words, lock},
     word::{FrameId, SizeId, TIERS, Tier},
 };
 
@@ -215,9 +215,4 @@ impl Quiescence {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
-}
-
-/// A thread that died under the lock left the queue whole: every change of it is one call.
-fn lock<T>(mutex: &Mutex<T>) -> crate::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }

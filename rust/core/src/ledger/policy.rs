@@ -10,10 +10,7 @@
 //!
 //! A name is read with `heads` before and after: whoever writes one sets the length to 0 first.
 
-use std::{
-    hash::{DefaultHasher, Hash, Hasher},
-    sync::PoisonError,
-};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::{
     ledger::{
@@ -21,7 +18,7 @@ use crate::{
         error::{LedgerError, NameRule},
         tree::{MAX_DEPTH, ROOT},
     },
-    sync::{Atom, AtomicU64, Mutex, MutexGuard, Words},
+    sync::{Atom, AtomicU64, Mutex, MutexGuard, Words, lock},
     word::{
         TIERS, TenantId, Tier, Units,
         ledger::{MetaWord, UsageWord},
@@ -103,7 +100,7 @@ impl Tenants {
 
     fn lock(&self) -> MutexGuard<'_, Spare> {
         // A panic under the lock leaves words that are each valid.
-        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.spare)
     }
 
     fn name_words(&self, tenant: TenantId) -> &[AtomicU64] {
