@@ -390,3 +390,6 @@ impl Pool {
         stale
     }
 }
+
+#[cfg(all(test, kvalloc_loom))]
+mod models;
