@@ -23,8 +23,8 @@ pub(super) struct Hot {
     pub(super) slots: Vec<u32>,
     pub(super) written: Vec<u32>,
     pub(super) room: Vec<u32>,
-    trim: Vec<u32>,
-    publish: Vec<u32>,
+    pub(super) trim: Vec<u32>,
+    pub(super) publish: Vec<u32>,
     /// Per group: the slot of the row's position 0, if its last page reached back to there.
     pub(super) base: Vec<Vec<i64>>,
 }
