@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | `build.rs` | specs and pools of a few pages |
 //! | `life.rs` | one thread, one thing at a time: what a scheduler does, and the corners where something went wrong once |
-//! | `machine.rs`, `actor.rs` | random operations against a simple model of the books (proptest) |
+//! | `machine.rs`; `world.rs`, `actor.rs`, `outside.rs`, `check.rs` | random operations (proptest); a simple model of the books, what is done with it, what must be true |
 //! | `device.rs` | a device made of numbers: every slot remembers which content was written to it |
 //! | `shuttle.rs` | two or three threads under random schedules |
 
@@ -12,10 +12,16 @@
 mod actor;
 mod build;
 #[cfg(not(kvalloc_shuttle))]
+mod check;
+#[cfg(not(kvalloc_shuttle))]
 mod device;
 #[cfg(not(kvalloc_shuttle))]
 mod life;
 #[cfg(not(kvalloc_shuttle))]
 mod machine;
+#[cfg(not(kvalloc_shuttle))]
+mod outside;
 #[cfg(kvalloc_shuttle)]
 mod shuttle;
+#[cfg(not(kvalloc_shuttle))]
+mod world;
