@@ -359,11 +359,14 @@ impl Batch {
     }
 }
 
-#[cfg(test)]
+/// A group's block table and slot mapping.
+#[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
+type ShownGroup = (Vec<i32>, Vec<i64>);
+
+#[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
 impl Batch {
     /// What stands in the arrays: block table and slot mapping of each group; lengths, starts and positions.
-    #[expect(clippy::type_complexity, reason = "taken apart where it is called")]
-    pub(crate) fn shown(&self) -> (Vec<(Vec<i32>, Vec<i64>)>, [Vec<i32>; 3]) {
+    pub(crate) fn shown(&self) -> (Vec<ShownGroup>, [Vec<i32>; 3]) {
         let inner = &mut *try_lock(&self.shared.inner, "the batch").expect("nobody uses it");
         let group = |g| {
             let shown = inner.arrays.group(g);

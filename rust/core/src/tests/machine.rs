@@ -1,10 +1,10 @@
-//! Random operations on a pool against the model in actor.rs.
+//! Random operations on a pool against the model in world.rs.
 
 use proptest::{collection::vec, prelude::*};
 
 use super::{
-    actor::{MOST, ROWS, World},
     build,
+    world::{MOST, ROWS, World},
 };
 
 /// One operation: which, and what its arguments are drawn from.

@@ -3,15 +3,16 @@
 //! | file | shows |
 //! | --- | --- |
 //! | `build.rs` | specs and pools of a few pages |
-//! | `life.rs` | one thread, one thing at a time: what a scheduler does |
-//! | `corners.rs` | corners of the books in which something went wrong once |
-//! | `machine.rs`, `actor.rs` | random operations against a simple model of the books (proptest) |
+//! | `life.rs`, `corners.rs` | one thread, one thing at a time: what a scheduler does, and where something went wrong once |
+//! | `machine.rs`; `world.rs`, `actor.rs`, `outside.rs`, `check.rs` | random operations (proptest); a simple model of the books, what is done with it, what must be true |
 //! | `device.rs` | a device made of numbers: every slot remembers which content was written to it |
 //! | `shuttle.rs` | two or three threads under random schedules |
 
 #[cfg(not(kvalloc_shuttle))]
 mod actor;
 mod build;
+#[cfg(not(kvalloc_shuttle))]
+mod check;
 #[cfg(not(kvalloc_shuttle))]
 mod corners;
 #[cfg(not(kvalloc_shuttle))]
@@ -20,5 +21,9 @@ mod device;
 mod life;
 #[cfg(not(kvalloc_shuttle))]
 mod machine;
+#[cfg(not(kvalloc_shuttle))]
+mod outside;
 #[cfg(kvalloc_shuttle)]
 mod shuttle;
+#[cfg(not(kvalloc_shuttle))]
+mod world;

@@ -437,3 +437,52 @@ impl std::fmt::Debug for Location {
         }
     }
 }
+
+#[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
+mod tests {
+    use super::*;
+
+    /// A word in generation 3 with these bits.
+    fn word(bits: u64) -> PageWord {
+        PageWord(3 << GENERATION_SHIFT | bits)
+    }
+
+    #[test]
+    fn a_reference_to_another_life_changes_nothing() {
+        for bits in
+            [LIVE | 1, LIVE | INDEXED | NAMED | 2, LIVE | INDEXED | QUEUED, LIVE | INDEXED | 1 << PIN_SHIFT]
+        {
+            for generation in [2, 4].map(Generation) {
+                let page = word(bits);
+                assert_eq!(page.drop_ref(generation).map(|p| p.0), None);
+                assert_eq!(page.share(generation).map(|p| p.0), None);
+                assert_eq!(page.share_held(generation), None);
+                assert_eq!(page.pin(generation).map(|p| p.0), None);
+                assert_eq!(page.unpin(generation).map(|p| p.0), None);
+                assert_eq!(page.lease(generation), None);
+                assert_eq!(word(bits | LEASED).unlease(generation).map(|p| p.0), None);
+                assert_eq!(page.name(generation), None);
+            }
+        }
+        assert_eq!(word(LIVE | 2).drop_ref(Generation(3)), Some((word(LIVE | 1), Dropped::Held)));
+    }
+
+    #[test]
+    fn a_page_is_renewed_by_its_only_holder() {
+        let next = PageWord(4 << GENERATION_SHIFT | LIVE | QUEUED | 1);
+        assert_eq!(word(LIVE | QUEUED | 1).renew(), Some(next));
+        for bits in [LIVE | 2, LIVE | INDEXED | 1, LIVE | 1 | 1 << PIN_SHIFT, LIVE | LEASED | 1, LIVE, 0] {
+            assert_eq!(word(bits).renew(), None);
+        }
+    }
+
+    #[test]
+    fn one_names_a_page() {
+        let named = word(LIVE | 2).name(Generation(3)).expect("held, without a key");
+        assert_eq!(named.name(Generation(3)), None);
+        let published = named.publish(false).expect("it is held");
+        assert_eq!((published.unname(), published.name(Generation(3))), (None, None));
+        assert_eq!(published.unpublish(), Some(word(LIVE | 2)));
+        assert_eq!(named.unname(), Some(word(LIVE | 2)));
+    }
+}
