@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import math
+import signal
 
 import numpy as np
 import pytest
@@ -315,7 +317,6 @@ def test_prompts_say_which_id_is_wrong(pool):
         np.arange(20, dtype=np.int32)[::-3],
         np.arange(12, dtype=np.int32).reshape(3, 4)[:, 1],
         memoryview(np.array([1, 2], np.int32)),
-        bytearray(b"ab"),
         memoryview(b"ab"),
     ],
     ids=lambda p: repr(p)[:30],
@@ -1091,3 +1092,78 @@ def test_the_secret_is_never_shown():
         assert secret.hex() not in text
         assert str(list(secret))[1:-1] not in text
     assert not any("secret" in name for name in dir(pool))
+
+
+@pytest.mark.parametrize("call", ["counts", "sampled", "bind", "share", "publish"])
+def test_an_endless_iterable_ends_in_an_error(pool, call):
+    batch = pool.batch(2, 100)
+    seq = pool.open("a", ids(20))
+    batch.add(seq)
+    if call == "sampled":
+        batch.step()
+    with unchanged(pool), refused(kvalloc.InvalidArgument) as error:
+        if call == "counts":
+            batch.step(itertools.repeat(1))
+        elif call == "bind":
+            batch.bind(block_table=itertools.repeat(np.zeros(2, np.int32)))
+        elif call == "share":
+            pool.open("a", ids(20), share=itertools.repeat(("a", 1)))
+        elif call == "publish":
+            pool.tenant("a", publish=itertools.repeat("a"))
+        else:
+            batch.commit(itertools.repeat(1))
+    assert len(str(error.value)) < 200
+
+
+def test_ctrl_c_ends_the_reading_of_references(pool):
+    def endless():
+        yield 1
+        signal.raise_signal(signal.SIGINT)
+        while True:
+            yield 1
+
+    for call in (pool.pages.release, lambda keys: pool.pages.find("a", keys)):
+        with pytest.raises(KeyboardInterrupt):
+            call(endless())
+
+
+def test_what_is_nearly_right_is_refused_with_a_sentence(pool):
+    tenant = pool.tenant("a")
+    pages = pool.pages.allocate(tenant, 1)
+    calls = {
+        "True or False": lambda: tenant.set(lend=1),
+        "a list of scopes": lambda: tenant.set(publish=5),
+        "neither bytes": lambda: pool.pages.find("a", ["s"]),
+        "128-bit": lambda: pool.pages.publish("a", pages, [1.5]),
+        "no valid text": lambda: make_pool(4, clock="\ud800"),
+        "no tenant": lambda: pool.open("\ud800", [1]),
+        "text or bytes": lambda: pool.open("a", bytearray(b"abc")),
+        "at most": lambda: pool.open("a", range(10**12)),
+    }
+    for words, call in calls.items():
+        with pytest.raises((kvalloc.InvalidArgument, kvalloc.UnknownTenant), match=words):
+            call()
+    pool.pages.release(pages)
+
+
+def test_bound_arrays_share_no_memory(pool):
+    batch = pool.batch(4, 64)
+    memory = np.zeros(64, np.int32)
+    with pytest.raises(kvalloc.InvalidArgument, match="seq_lens and query_start_loc share memory"):
+        batch.bind(seq_lens=memory[2:6], query_start_loc=memory[3:8])
+    batch.bind(seq_lens=memory[:4], query_start_loc=memory[4:9])
+    with pytest.raises(kvalloc.InvalidArgument, match="share memory"):
+        batch.bind(seq_lens=batch.query_start_loc[1:])
+
+
+@pytest.mark.parametrize("name", ["\u061c", "\u180e", "a\ufe0f", "\u3164", "\u2800", "\u115f", "\U000e0041"])
+def test_names_can_be_seen(pool, name):
+    with pytest.raises(kvalloc.TenantError, match="does not show"):
+        pool.tenant(name)
+
+
+def test_a_long_name_is_not_echoed(pool):
+    for make in (lambda: pool.tenant("x" * 10**6), lambda: make_pool(4, default_tenant="x" * 10**6)):
+        with pytest.raises(kvalloc.TenantError, match="longer than 128 bytes") as error:
+            make()
+        assert len(str(error.value)) < 150

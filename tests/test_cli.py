@@ -479,3 +479,20 @@ def test_the_example_tenants_file_is_read(run, trace):
     assert code == 0
     for name in ("acme", "support", "research", "nightly"):
         assert name in out
+
+
+def test_a_device_is_no_trace(run):
+    start = time.monotonic()
+    code, _, err = run("replay", "-t", "/dev/zero", *SMALL)
+    assert code == 2
+    assert err.startswith("kvalloc: error: ")
+    assert "this is no trace" in err
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("costs", ["base=1e308", "prefill=1e300", "row=1e7", "bandwidth=1e-320"])
+def test_steps_that_last_for_ever(run, trace, costs):
+    code, _, err = run("replay", "-t", str(trace), "--step-time", costs, *SMALL)
+    assert code == 2
+    assert err.startswith("kvalloc: error: step time: ")
+    assert clock(float("inf")) == clock(1e308) == "for ever"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -586,3 +588,115 @@ def test_the_next_turn_of_a_chat(pool):
     seq.close()
     assert hit(pool, "a", tokens) == 96
     check_idle(pool)
+
+
+def test_bind_lets_the_old_arrays_go_without_a_lock(pool):
+    batch, seen = pool.batch(4, 64), []
+
+    class Watched(np.ndarray):
+        def __del__(self):
+            seen.append((batch.seq_lens.tolist(), len(batch)))
+
+    batch.bind(seq_lens=np.zeros(4, np.int32).view(Watched))
+    batch.bind(seq_lens=np.ones(4, np.int32))
+    gc.collect()
+    assert seen == [([1, 1, 1, 1], 0)]
+
+
+def test_a_closed_batch_keeps_nothing(pool):
+    tenant = pool.tenant("a")
+    first = serve(pool, tenant, ids(20))
+    second = first.fork()
+    batch = pool.batch(4, 64)
+    for seq in (first, second):
+        batch.add(seq)
+        seq.extend([1])
+    out = batch.step()
+    assert len(out.copies) > 0
+    first.close()
+    second.close()
+    batch.close()
+    assert batch.outstanding == 0
+    assert pool.held == 0
+    assert not pool.audit().findings
+    pool.reset_prefix_cache()
+    pool.remove_tenant(tenant)
+    del out
+
+
+def test_a_batch_of_long_rows_is_small(pool):
+    assert pool.batch(1, 2**28).max_step_tokens == 2**20 + 1
+    assert pool.batch(1, 2**30).slot_mapping().shape == (2**20 + 1,)
+    assert pool.batch(2, 100).max_step_tokens == 202
+    assert pool.batch(1, 100, max_step_tokens=500).max_step_tokens == 500
+
+
+def test_a_handle_outlives_its_tenant_and_names_nobody_else():
+    pool = make_pool(20, max_tenants=1)
+    old = pool.tenant("acme")
+    pool.remove_tenant(old)
+    new = pool.tenant("beta")
+    serve(pool, new, ids(40)).close()
+    assert old != new
+    assert repr(old) == '<kvalloc.Tenant "acme", removed>'
+    assert old.name == "acme"
+    for use in (
+        lambda: pool.open(old, ids(40)),
+        lambda: pool.admit(old, 5),
+        lambda: pool.pages.allocate(old, 1),
+        lambda: pool.remove_tenant(old),
+        lambda: pool.tenant("c", parent=old),
+        lambda: old.set(weight=2),
+        lambda: old.held,
+        lambda: old.limit,
+        lambda: old.parent,
+        lambda: old.publish,
+        lambda: old.pin_used,
+        old.usage,
+        old.stats,
+    ):
+        with pytest.raises(kvalloc.UnknownTenant, match='"acme" was removed'):
+            use()
+    assert new.weight == 1
+    pool.remove_tenant(new)
+    again = pool.tenant("acme")
+    assert again.held == 0
+
+
+def test_a_tenant_with_open_sequences_stays(pool):
+    tenant = pool.tenant("gone")
+    seq = pool.open(tenant, ids(20))  # no page yet
+    fork = seq.fork()
+    with pytest.raises(kvalloc.TenantError, match="2 open sequences"):
+        pool.remove_tenant(tenant)
+    seq.close()
+    seq.close()
+    batch = pool.batch(1, 64)
+    batch.add(fork)
+    with pytest.raises(kvalloc.TenantError, match="1 open sequence;"):
+        pool.remove_tenant(tenant)
+    with pytest.raises(kvalloc.AdmissionRefused):
+        pool.open(tenant, ids(20), 10**6, admit=True)
+    fork.close()
+    pool.remove_tenant(tenant)
+
+
+def test_the_default_tenant_stays():
+    pool = make_pool(20, default_tenant="guest")
+    with pytest.raises(kvalloc.TenantError, match="default_tenant"):
+        pool.remove_tenant("guest")
+    assert pool.open("nobody", [1]).tenant.name == "guest"
+
+
+def test_a_tenant_whose_pages_others_pin_stays_as_it_is(pool):
+    tenant, other = pool.tenant("a", pin_budget=9 * PAGE), pool.tenant("b", pin_budget=9 * PAGE)
+    seq = serve(pool, tenant, ids(40))
+    pool.pin(seq, 16, owner=tenant)
+    pin = pool.pin(seq, 16, owner=other)
+    seq.close()
+    before = (tenant.cached, tenant.pinned, len(pool.pins()))
+    with pytest.raises(kvalloc.TenantError, match='pin of "b"'):
+        pool.remove_tenant(tenant)
+    assert (tenant.cached, tenant.pinned, len(pool.pins())) == before
+    pin.unpin()
+    pool.remove_tenant(tenant)

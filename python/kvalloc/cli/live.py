@@ -176,6 +176,8 @@ class LiveView:
 
 def clock(seconds: float) -> str:
     """Return 1:02:03 or 2:03."""
+    if not seconds < 1e12:
+        return "for ever"
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -76,13 +76,13 @@ class StepTime:
     Parameters
     ----------
     base : float
-        Seconds a step, whatever it does.
+        Seconds a step, whatever it does; at most a million, as are the next two.
     prefill : float
         Seconds a prompt token.
     row : float
         Seconds a row that decodes.
     bandwidth : float
-        Bytes of KV read a second.
+        Bytes of KV read a second, at least 1.
     """
 
     base: float = 0.018
@@ -95,8 +95,12 @@ class StepTime:
             value = getattr(self, item.name)
             if not 0.0 <= value < float("inf"):
                 raise ValueError(f"step time: {item.name} is {value!r}; a number of at least 0 is needed")
-        if self.bandwidth == 0.0:
-            raise ValueError("step time: bandwidth is 0; give bytes a second, for example bandwidth=5e12")
+            if item.name != "bandwidth" and value > 1e6:
+                raise ValueError(f"step time: {item.name} is {value!r} seconds; at most a million")
+        if self.bandwidth < 1.0:
+            raise ValueError(
+                f"step time: bandwidth is {self.bandwidth!r}; give bytes a second, for example bandwidth=5e12"
+            )
         if self.base + self.prefill + self.row == 0.0:
             raise ValueError("step time: base, prefill and row are all 0, so time would stand still")
 

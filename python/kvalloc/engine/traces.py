@@ -44,6 +44,7 @@ MOONCAKE_BLOCK = 512
 BAILIAN_BLOCK = 16
 _LONGEST = 1 << 26  # tokens; a longer prompt is a broken line
 _REPLIES = 1 << 30  # texts from here on are replies, and prompts that nothing is known of
+_LONGEST = 1 << 26  # characters of a line
 _FRACTION = re.compile(r"^(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|\+00:00)?$")
 
 
@@ -128,7 +129,7 @@ class _Reader:
 
 def _lines(path: Path, reader: _Reader) -> Iterator[dict[str, Any]]:
     with _open(path) as file:
-        for reader.line, text in enumerate(file, 1):
+        for reader.line, text in enumerate(_short(file, path), 1):
             if not text.strip():
                 continue
             try:
@@ -143,12 +144,13 @@ def _lines(path: Path, reader: _Reader) -> Iterator[dict[str, Any]]:
 def _table(path: Path, reader: _Reader, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
     with _open(path) as file:
         reader.line = 1
-        header = [name.strip().strip('"').lstrip("\ufeff") for name in file.readline().split(",")]
+        lines = _short(file, path)
+        header = [name.strip().strip('"').lstrip("\ufeff") for name in next(lines, "").split(",")]
         if missing := [name for name in columns if name not in header]:
             raise reader.fail(
                 f"columns missing: {', '.join(missing)}; the header is {', '.join(header) or 'empty'}"
             )
-        rows = csv.reader(file)
+        rows = csv.reader(lines)
         while True:
             try:
                 row = next(rows)
@@ -163,6 +165,16 @@ def _table(path: Path, reader: _Reader, columns: tuple[str, ...]) -> Iterator[di
             if len(row) != len(header):
                 raise reader.fail(f"{len(row)} fields where the header has {len(header)}")
             yield dict(zip(header, row, strict=True))
+
+
+def _short(file: TextIO, path: str | Path) -> Iterator[str]:
+    """Give the lines one after another; something without line ends, such as a device, is no trace."""
+    number = 0
+    while line := file.readline(_LONGEST):
+        number += 1
+        if len(line) == _LONGEST:
+            raise TraceError(path, number, f"longer than {_LONGEST} characters: this is no trace")
+        yield line
 
 
 def _open(path: Path) -> TextIO:
@@ -300,7 +312,7 @@ def detect(path: str | Path) -> str:
         The file can't be read, is empty, or is none of them.
     """
     with _open(Path(path)) as file:
-        first = next((line for line in file if line.strip()), "")
+        first = next((line for line in _short(file, path) if line.strip()), "")
     if not first:
         raise TraceError(path, 0, "empty file")
     if first.lstrip().startswith("{"):

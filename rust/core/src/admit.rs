@@ -5,6 +5,7 @@
 
 use crate::{
     error::{Error, Refusal, Why},
+    ledger::ROOT,
     pool::Pool,
     prefix::Prompt,
     sequence::Open,
@@ -53,27 +54,34 @@ impl Pool {
     /// Refuse what can never fit. `need`: units that each payer would have to hold for a sequence of `tenant`; the payers
     /// stand on one path of the tree, so what one holds counts at those above it too.
     pub(crate) fn check_ever(&self, tenant: TenantId, need: &[(TenantId, u64)]) -> Result<(), Error> {
-        let fits = |units: u64, payer, counts: &dyn Fn(TenantId) -> bool| {
-            let room = self.ledger.room(Tier::Device, payer, Units(u32::try_from(units).unwrap_or(u32::MAX)));
-            if units <= u64::from(room.ever.0) || !counts(room.ever_level) {
+        let room = |units, payer| {
+            self.ledger.room(Tier::Device, payer, Units(u32::try_from(units).unwrap_or(u32::MAX)))
+        };
+        let fits = |units: u64, most: Units, level, counts: &dyn Fn(TenantId) -> bool| {
+            if units <= u64::from(most.0) || !counts(level) {
                 return Ok(());
             }
             Err(Error::Never(Refusal {
                 why: Why::Limit,
                 tier: Tier::Device,
                 tenant,
-                level: room.ever_level,
+                level,
                 asked: units * self.spec.unit(),
-                room: self.bytes(room.ever.0),
+                room: self.bytes(most.0),
             }))
         };
-        for &(payer, _) in need {
-            let below = need.iter().filter(|n| self.ledger.is_under(n.0, payer));
-            fits(below.map(|n| n.1).sum(), payer, &|_| true)?;
+        for &(payer, own) in need {
+            let below = need.iter().filter(|n| self.ledger.is_under(n.0, payer)).map(|n| n.1).sum();
+            let room = room(below, payer);
+            fits(below, room.ever, room.ever_level, &|_| true)?;
+            // (The root pays nothing itself: it stands for whoever is below it.)
+            fits(own, room.own, room.own_level, &|_| payer != ROOT)?;
         }
         // All of it stands beside the reserves of the tenant's neighbours; what the scopes pay, its own limits don't bound.
         let pays = |level| need.iter().all(|n| self.ledger.is_under(n.0, level));
-        fits(need.iter().map(|n| n.1).sum(), tenant, &pays)
+        let all = need.iter().map(|n| n.1).sum();
+        let room = room(all, tenant);
+        fits(all, room.ever, room.ever_level, &pays)
     }
 
     /// May this start now? `length`: of the prompt, whose tokens may be left out of `open`; then no prefix is looked for.
@@ -113,8 +121,13 @@ impl Pool {
             behind,
             why,
         };
-        if units > u64::from(room.ever.0) {
-            return Ok(answer(Verdict::Never, room.ever, room.ever_level, Some(Why::Limit)));
+        // What the scopes pay, the reserves of the tenant's children don't bound.
+        let (most, level) = match open.share.is_empty() {
+            true => (room.own, room.own_level),
+            false => (room.ever, room.ever_level),
+        };
+        if units > u64::from(most.0) {
+            return Ok(answer(Verdict::Never, most, level, Some(Why::Limit)));
         }
         let why = if room.level == TenantId(0) { Why::Claim } else { Why::Limit };
         if units > u64::from(room.now.0) {

@@ -9,6 +9,7 @@
 //! | an INDEXED page is listed under its key; its parent lives, is INDEXED and counts it | each page |
 //! | free + held + cached + pinned + leaving + in limbo = capacity, in bytes, per tier | sum over pages against the arena |
 //! | held, cached and pinned units of each tenant equal the sums over its pages | ledger |
+//! | a page is pinned as often as the listed pins say | each page, pin list |
 //! | promised + stock + those = charged; nothing was given back twice | ledger, arenas, slots |
 //!
 //! # While others work
@@ -304,7 +305,8 @@ impl<'a> Audit<'a> {
             }
             for tenant in (0..=pool.ledger.top()).map(TenantId) {
                 let usage = pool.ledger.usage(tier, tenant);
-                let sums = self.tenants[tier.as_usize()][tenant.as_usize()];
+                // (A tenant that came up since the audit began has no pages.)
+                let sums = self.tenants[tier.as_usize()].get(tenant.as_usize()).copied().unwrap_or_default();
                 let ledger = [usage.held, usage.cached, usage.pinned].map(|u| u64::from(u.0));
                 if ledger != [sums.held, sums.cached, sums.pinned] {
                     let text = format!(
@@ -319,6 +321,20 @@ impl<'a> Audit<'a> {
                         format!("{tier:?}, {tenant}: {} units were given back twice", usage.missing.0),
                     );
                 }
+            }
+        }
+        let mut pins = vec![0u32; pool.pages.len() as usize];
+        for page in pool.pins.list(None).iter().flat_map(|pin| &pin.pages) {
+            if pool.pages.read(page.id).generation() == page.generation {
+                pins[page.id.as_usize()] += 1;
+            } else {
+                self.find(Some(page.id), format!("{page:?} is in the list of pins, and its life is over"));
+            }
+        }
+        for (id, &listed) in (0..).map(PageId).zip(&pins) {
+            let counted = pool.pages.read(id).pins();
+            if counted != listed {
+                self.find(Some(id), format!("{id} is pinned {counted} times, and the list says {listed}"));
             }
         }
         for id in (0..pool.pages.len()).map(PageId) {

@@ -340,17 +340,22 @@ impl Batch {
     /// # Errors
     /// Busy.
     pub fn bind(&self, arrays: Box<dyn Arrays>) -> Result<(), Error> {
-        let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
-        inner.arrays = arrays;
-        for row in 0..inner.rows.len() {
-            inner.sync_out(row);
-            inner.sync_in(&self.shared.pool, self.shared.shape, row);
-        }
-        inner.shown = self.shared.shape.step as usize;
+        let old = {
+            let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
+            let old = std::mem::replace(&mut inner.arrays, arrays);
+            for row in 0..inner.rows.len() {
+                inner.sync_out(row);
+                inner.sync_in(&self.shared.pool, self.shared.shape, row);
+            }
+            inner.shown = self.shared.shape.step as usize;
+            old
+        };
+        // Not under the lock: whoever owned the old arrays may look at the batch when they go.
+        drop(old);
         Ok(())
     }
 
-    /// Take every sequence out. They stay open.
+    /// Take every sequence out, and forget the steps that wait for their commit. The sequences stay open.
     ///
     /// # Errors
     /// Busy, also if one of the sequences is: those before it are out then.
@@ -359,6 +364,13 @@ impl Batch {
             if let Some(sequence) = self.sequence(last)? {
                 self.remove(&sequence)?;
             }
+        }
+        let Shared { pool, member, .. } = &*self.shared;
+        let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
+        if inner.rows.is_empty() {
+            let _op = pool.enter(inner.lane);
+            inner.forget_records(pool);
+            pool.quiescence.quiesce(*member);
         }
         Ok(())
     }
@@ -461,9 +473,7 @@ impl Drop for Shared {
             let mut place = lock(&sequence.place);
             *place = Place::Idle(body);
         }
-        while let Some(record) = inner.outstanding.pop_front() {
-            pool.let_go(inner.lane, &record.sources, &mut inner.scratch);
-        }
+        inner.forget_records(pool);
         pool.quiescence.leave(*member);
     }
 }
@@ -474,6 +484,15 @@ impl Inner {
         match self.rows.get(row) {
             Some(found) if std::ptr::eq(&raw const *found.sequence, sequence) => Ok(row),
             _ => Err(Error::Argument("the sequence has no row in this batch".into())),
+        }
+    }
+
+    /// No commit follows: what was kept for the copies of these steps goes back.
+    fn forget_records(&mut self, pool: &Pool) {
+        while let Some(mut record) = self.outstanding.pop_front() {
+            pool.let_go(self.lane, &record.sources, &mut self.scratch);
+            record.sources.clear();
+            self.spare.push(record);
         }
     }
 
@@ -823,7 +842,12 @@ impl Inner {
             // A snapshot of a fixed state stays findable while there is room for a copy; admission counted the copy of one
             // that was hit, and none of those that are kept on the way.
             let snapshot = pool.is_state(group) && pool.pages.read(page.id).is_indexed();
-            if !snapshot && let Some(private) = pool.make_private(page, group) {
+            // A page of a scope is not written on with what is the tenant's alone.
+            let own = pool.is_state(group) || body.is_its_payers(pool, at, page);
+            if !snapshot
+                && own
+                && let Some(private) = pool.make_private(page, group)
+            {
                 body.tables[g].pages[at] = private;
                 continue;
             }

@@ -132,7 +132,7 @@ impl std::fmt::Display for Busy {
 
 impl std::error::Error for Busy {}
 
-const SLOT: usize = 8;
+pub(crate) const SLOT: usize = 8;
 
 const LAP_SHIFT: u32 = 32;
 const PAYLOAD: u64 = (1 << LAP_SHIFT) - 1;

@@ -40,6 +40,7 @@ impl Pool {
         }
         self.expire_pins();
         let budget = self.ledger.policy(owner).map_or(Units(0), |p| p.pin_budget);
+        let _op = self.enter(Lane(0));
         let pinned = sequence.visit(|pool, body, _| {
             let end = (tokens / pool.spec.page_tokens()).min(body.published) as usize;
             let mut pinned: Vec<PageRef> = Vec::new();
@@ -77,6 +78,7 @@ impl Pool {
     /// # Errors
     /// It has ended or expired already, or never was: nothing is changed.
     pub fn unpin(&self, pin: PinId) -> Result<(), Error> {
+        let _op = self.enter(Lane(0));
         let pin = self.pins.take(pin).map_err(|e| Error::Pin(e.to_string()))?;
         self.unpin_pages(&pin.pages);
         Ok(())
@@ -84,7 +86,12 @@ impl Pool {
 
     /// End the pins whose time is over; how many.
     pub fn expire_pins(&self) -> usize {
-        let expired = self.pins.take_expired(self.clock.now_ms());
+        let now = self.clock.now_ms();
+        if !self.pins.are_due(now) {
+            return 0;
+        }
+        let _op = self.enter(Lane(0));
+        let expired = self.pins.take_expired(now);
         for pin in &expired {
             self.unpin_pages(&pin.pages);
         }
@@ -102,8 +109,8 @@ impl Pool {
         self.pins.used(owner)
     }
 
+    /// Inside an operation, for until it is done the list and the page words differ.
     fn unpin_pages(&self, pages: &[PageRef]) {
-        let _op = self.enter(Lane(0));
         // Children first, as everywhere.
         for page in pages.iter().rev() {
             let (tier, payer) = (self.tier_of(page.id), self.pages.payer(page.id));
@@ -165,10 +172,28 @@ impl Pool {
                 self.bytes(busy)
             )));
         }
+        let open = self.sequences[tenant.as_usize()].get();
+        if open > 0 {
+            return Err(Error::Tenant(format!(
+                "tenant {:?} has {open} open sequence{}; close {} first",
+                self.ledger.name(tenant).unwrap_or_default(),
+                if open == 1 { "" } else { "s" },
+                if open == 1 { "it" } else { "them" },
+            )));
+        }
+        let pays = |page: &PageRef| self.pages.payer(page.id) == tenant;
+        let kept = |pin: &&Pin| pin.owner != tenant && pin.pages.iter().any(pays);
+        if let Some(pin) = self.pins.list(None).iter().find(kept) {
+            return Err(Error::Tenant(format!(
+                "tenant {:?} pays for pages that a pin of {:?} keeps; unpin those first",
+                self.ledger.name(tenant).unwrap_or_default(),
+                self.ledger.name(pin.owner).unwrap_or_default()
+            )));
+        }
+        let _op = self.enter(Lane(0));
         for pin in self.pins.take_all(Some(tenant)) {
             self.unpin_pages(&pin.pages);
         }
-        let _op = self.enter(Lane(0));
         let dropped = self.drop_cached(tenant);
         self.ledger.remove(tenant).map_err(|e| Error::Tenant(e.to_string()))?;
         self.orders.reset(tenant);

@@ -192,9 +192,14 @@ impl Pins {
         })
     }
 
+    /// Whether there may be pins whose time has come.
+    pub(crate) fn are_due(&self, now_ms: u64) -> bool {
+        self.next_expiry.get() <= now_ms
+    }
+
     /// End all pins whose time has come, earliest first. Never waits: what it can't reach now comes the next time.
     pub(crate) fn take_expired(&self, now_ms: u64) -> Vec<Pin> {
-        if self.next_expiry.get() > now_ms {
+        if !self.are_due(now_ms) {
             return Vec::new();
         }
         let mut table = match self.table.try_lock() {

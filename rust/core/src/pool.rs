@@ -23,11 +23,11 @@
 use crate::{
     clock::Clock,
     error::{Error, Refusal, Why},
-    event::Events,
+    event::{Events, MAX_EVENTS},
     evict::{NODES_PER_TENANT, Orders},
     frame::{Arena, Quiescence, Slots},
     hash::{ChainKey, Hasher, Secret},
-    index::Index,
+    index::{Index, MAX_PAGES},
     ledger::{self, Ledger, ROOT, Refused},
     life::News,
     page::{MAX_TENANTS, Pages},
@@ -109,6 +109,8 @@ pub struct Pool {
     closed: AtomicU32,
     /// Per lane a cache line: operations entered, operations left.
     pub(crate) ops: Words,
+    /// Per tenant: sequences that are open, whether or not they hold pages.
+    pub(crate) sequences: Words,
 }
 
 /// Lists that operations use again and again, so that the hot paths don't allocate.
@@ -146,6 +148,37 @@ const PATIENCE: u32 = 100;
 /// Evictions between two choices of the tenant that gives back.
 const CHOICE_HOLDS: u64 = 32;
 
+/// Tables below this many words are not asked for in advance.
+const SMALL_TABLES: usize = 1 << 27;
+/// Words of a page in its largest table, and in all others together but for the tokens; of a tenant; of an event.
+const PAGE_WORDS: usize = crate::page::STRIDE;
+const OTHER_PAGE_WORDS: usize = 2;
+const TENANT_WORDS: usize = 400;
+const EVENT_WORDS: usize = crate::event::SLOT;
+
+/// Refuse books for which there is no memory, before any of it is taken.
+fn check_memory(pages: u32, page_tokens: u32, options: &Options) -> Result<(), Error> {
+    let pages = pages as usize;
+    let tables = [
+        pages * PAGE_WORDS,
+        pages * OTHER_PAGE_WORDS,
+        pages.saturating_mul((page_tokens as usize).div_ceil(2)),
+        options.max_tenants as usize * TENANT_WORDS,
+        options.events.min(MAX_EVENTS) as usize * EVENT_WORDS,
+    ];
+    let words = tables.iter().fold(0, |sum: usize, &n| sum.saturating_add(n));
+    if words < SMALL_TABLES || Words::fit(&tables) {
+        return Ok(());
+    }
+    Err(Error::Argument(format!(
+        "the books for {pages} pages of {page_tokens} tokens, {} tenants and {} events take about {} GiB of memory, \
+         which the system does not give; use fewer or larger pages, fewer tenants or fewer events",
+        options.max_tenants,
+        options.events,
+        words >> 27
+    )))
+}
+
 impl Pool {
     /// Books for `spec` over the given memory.
     ///
@@ -174,12 +207,10 @@ impl Pool {
             // The spec has refused arenas of more than 2^32 units.
             *capacity = Units(((layout.bytes - layout.reserved) / spec.unit()) as u32);
         }
-        let pages = u32::try_from(pages).ok().filter(|&p| p < 1 << 31).ok_or_else(|| {
-            Error::Argument(format!(
-                "{pages} pages; a pool holds at most {}: use larger pages",
-                (1u32 << 31) - 1
-            ))
+        let pages = u32::try_from(pages).ok().filter(|&p| p <= MAX_PAGES).ok_or_else(|| {
+            Error::Argument(format!("{pages} pages; a pool holds at most {MAX_PAGES}: use larger pages"))
         })?;
+        check_memory(pages, spec.page_tokens(), options)?;
         let groups: Vec<_> = (0..spec.groups().len())
             .map(|g| {
                 let class = spec.class_of(GroupId(g as u8));
@@ -219,6 +250,7 @@ impl Pool {
             lanes: AtomicU64::new(0),
             closed: AtomicU32::new(0),
             ops: Words::zeroed(LANES * 8),
+            sequences: Words::zeroed(max_tenants as usize),
             arenas,
             layouts,
             states: spec

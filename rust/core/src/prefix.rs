@@ -52,6 +52,18 @@ pub(crate) struct Hit {
     pub(crate) parent: Parent,
 }
 
+impl Hit {
+    /// A prompt of which nothing is there.
+    pub(crate) fn nothing(pool: &Pool, root: ChainKey) -> Self {
+        Self {
+            pages: 0,
+            tables: vec![(0, Vec::new()); pool.groups.len()],
+            keys: vec![root],
+            parent: Parent::Digest(pool.hasher.digest(root)),
+        }
+    }
+}
+
 /// A prompt to look up.
 #[derive(Debug)]
 pub(crate) struct Prompt<'a> {

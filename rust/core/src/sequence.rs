@@ -38,7 +38,7 @@ use crate::{
     prefix::{Hit, Prompt, Range, scope_at},
     spec::GroupKind,
     stats::Lookup,
-    sync::{AtomicU32, Mutex, MutexGuard},
+    sync::{Atom, AtomicU32, Mutex, MutexGuard},
     word::{GroupId, Lane, PageRef, TenantId, Tier, Units},
 };
 
@@ -176,7 +176,7 @@ impl Pool {
                 ))
             })?;
         self.check_tenant(tenant)?;
-        let mut ranges = self.ranges(tenant, &open)?;
+        let asked = self.ranges(tenant, &open)?;
         let lane = self.next_lane();
         let _op = self.enter(lane);
         if open.admit {
@@ -186,22 +186,34 @@ impl Pool {
         }
         let mut scratch = Scratch::default();
         let root = self.root(&open);
-        let prompt = Prompt { tenant, tokens: &open.tokens, root };
-        let asked = ranges.clone();
-        let hit = self.find_prefix(lane, &prompt, &mut ranges, &mut scratch);
-        self.settle_ranges(tenant, &mut ranges, &hit);
+        let mut ranges = asked.clone();
         let tokens = std::mem::take(&mut open.tokens);
-        let mut body = Body::new(tenant, lane, tokens, open.max_new_tokens, root, ranges, hit, self);
-        body.fallbacks = fallbacks(&asked, &body.ranges, tenant);
-        body.protection = self.protection(&open);
-        if open.admit
-            && let Err(error) = body.reserve(self, total)
-        {
-            body.release_all(self, &mut scratch);
-            if let Error::Refused(refusal) = &error {
-                self.count_refusal(lane, refusal);
+        let prompt = Prompt { tenant, tokens: &tokens, root };
+        let hit = self.find_prefix(lane, &prompt, &mut ranges, &mut scratch);
+        let begin = |mut ranges: Vec<Range>, hit: Hit, tokens| {
+            self.settle_ranges(tenant, &mut ranges, &hit);
+            let mut body = Body::new(tenant, lane, tokens, open.max_new_tokens, root, ranges, hit, self);
+            body.fallbacks = fallbacks(&asked, &body.ranges, tenant);
+            body.protection = self.protection(&open);
+            body
+        };
+        let mut body = begin(ranges, hit, tokens);
+        if open.admit {
+            let mut reserved = body.reserve(self, total);
+            if reserved.is_err() && self.has_states() && body.cached > 0 {
+                // A snapshot that was hit is held beside the state that continues it: without it there may be room.
+                body.release_all(self, &mut scratch);
+                let tokens = std::mem::take(&mut body.tokens);
+                body = begin(asked.clone(), Hit::nothing(self, root), tokens);
+                reserved = body.reserve(self, total);
             }
-            return Err(error);
+            if let Err(error) = reserved {
+                body.release_all(self, &mut scratch);
+                if let Error::Refused(refusal) = &error {
+                    self.count_refusal(lane, refusal);
+                }
+                return Err(error);
+            }
         }
         body.admitted = if open.max_new_tokens > 0 { total } else { 0 };
         Ok(Sequence::handle(self, body))
@@ -322,6 +334,7 @@ impl Body {
             .any(|g| pool.is_state(GroupId(g as u8)) && hit.tables.get(g).is_some_and(|t| !t.1.is_empty()));
         let mut keys = hit.keys;
         keys.drain(..keys.len().saturating_sub(KEPT_KEYS));
+        pool.sequences[tenant.as_usize()].plus(1);
         // So that steps don't allocate; but an absurd bound takes no memory before it is used.
         let room =
             (tokens.len() + max_new.min(MOST_ROOM) as usize).div_ceil(pool.spec.page_tokens() as usize);
@@ -460,6 +473,12 @@ impl Body {
         } else {
             scope_at(&self.ranges, self.tenant, page_tokens, page)
         }
+    }
+
+    /// Whether a page is paid by the tenant, or by whom its place belongs to: not where a shared range was cut inside it.
+    pub(crate) fn is_its_payers(&self, pool: &Pool, place: usize, page: PageRef) -> bool {
+        let payer = pool.pages.payer(page.id);
+        payer == self.tenant || payer == self.payer(pool.spec.page_tokens(), place as u32)
     }
 
     /// Whether all further pages are its tenant's.
@@ -797,6 +816,10 @@ impl Body {
         self.slots = self.slots.min(n);
         self.written = self.written.min(n);
         self.tokens.truncate(n as usize);
+        // What was to be shared is the prompt that was opened, and not what comes in its place.
+        for range in &mut self.ranges {
+            range.end = range.end.min(n);
+        }
         self.shrink_to(pool, lane, self.slots, scratch);
         let whole = n / page_tokens;
         if whole < self.published {
@@ -863,6 +886,7 @@ impl Body {
             }
         }
         self.shared_tail = true;
+        pool.sequences[self.tenant.as_usize()].plus(1);
         Ok(Self {
             lane: pool.next_lane(),
             tokens: self.tokens.clone(),
@@ -885,7 +909,7 @@ impl Body {
         (0..self.tables.len()).filter(move |&g| Some(g) != anchor).chain(anchor)
     }
 
-    /// Everything goes back.
+    /// Everything goes back, once.
     pub(crate) fn release_all(&mut self, pool: &Pool, scratch: &mut Scratch) {
         for g in self.groups_up(pool) {
             let table = std::mem::take(&mut self.tables[g]);
@@ -897,5 +921,6 @@ impl Body {
             }
         }
         self.parent = None;
+        pool.sequences[self.tenant.as_usize()].minus(1);
     }
 }

@@ -183,6 +183,19 @@ impl Words {
         Self { raw, start }
     }
 
+    /// Whether there is memory for arrays of these lengths, all at once: [`Self::zeroed`] panics where there is none.
+    #[cfg(not(any(kvalloc_loom, kvalloc_shuttle)))]
+    pub(crate) fn fit(lens: &[usize]) -> bool {
+        let arrays: Result<Vec<Box<[AtomicU64]>>, ()> =
+            lens.iter().map(|&len| bytemuck::try_zeroed_slice_box(len)).collect();
+        arrays.is_ok()
+    }
+
+    #[cfg(any(kvalloc_loom, kvalloc_shuttle))]
+    pub(crate) fn fit(_lens: &[usize]) -> bool {
+        true
+    }
+
     #[cfg(any(kvalloc_loom, kvalloc_shuttle))]
     pub(crate) fn zeroed(len: usize) -> Self {
         Self { raw: (0..len).map(|_| AtomicU64::new(0)).collect(), start: 0 }

@@ -1,11 +1,11 @@
 //! What Python hands over: sizes, token ids, keys, arrays.
 
-use kvalloc_core::word::PageRef;
+use kvalloc_core::{sequence::MAX_TOKENS, word::PageRef};
 use pyo3::{
     buffer::{Element, PyBuffer},
     prelude::*,
     sync::PyOnceLock,
-    types::{PyBool, PyBytes, PyInt, PyList, PyString, PyTuple},
+    types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PyString, PyTuple},
 };
 
 use crate::errors::InvalidArgument;
@@ -97,10 +97,50 @@ pub(crate) fn integer(value: &Bound<'_, PyAny>) -> Option<i128> {
     if value.is_instance_of::<PyBool>() { None } else { index(value) }
 }
 
+/// True or False, and nothing that only looks like it.
+pub(crate) fn flag(value: &Bound<'_, PyAny>, name: &str) -> PyResult<bool> {
+    let flag = value.cast::<PyBool>().map(|flag| flag.is_true());
+    flag.map_err(|_| InvalidArgument::new_err(format!("{name} is {}; it is True or False", shown(value))))
+}
+
+/// What an iterable gives, up to `most` items: an endless one ends in an error, and Ctrl-C is heard.
+pub(crate) fn collected<'py, R>(
+    items: pyo3::Bound<'py, pyo3::types::PyIterator>,
+    name: &str,
+    most: usize,
+    mut each: impl FnMut(usize, Bound<'py, PyAny>) -> PyResult<R>,
+) -> PyResult<Vec<R>> {
+    let py = items.py();
+    let mut all = Vec::new();
+    for (at, item) in items.enumerate() {
+        if at == most {
+            return Err(InvalidArgument::new_err(format!(
+                "{name}: more than {most} items, which can't be right"
+            )));
+        }
+        if at % 4096 == 4095 {
+            py.check_signals()?;
+        }
+        all.push(each(at, item?)?);
+    }
+    Ok(all)
+}
+
+/// The most scopes of one call.
+pub(crate) const MOST_SCOPES: usize = 4096;
+
+/// The most page references or keys of one call.
+pub(crate) const MOST_PAGES: usize = 1 << 24;
+
+/// Text that can be written as UTF-8, as Python has it.
+pub(crate) fn text_ref<'a>(value: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
+    let text = value.cast::<PyString>().ok().and_then(|text| text.to_str().ok());
+    text.ok_or_else(|| InvalidArgument::new_err(format!("{} is no valid text", shown(value))))
+}
+
 /// Text that can be written as UTF-8.
 pub(crate) fn text(value: &Bound<'_, PyAny>) -> PyResult<String> {
-    let text = value.cast::<PyString>().ok().and_then(|text| Some(text.to_str().ok()?.to_owned()));
-    text.ok_or_else(|| InvalidArgument::new_err(format!("{} is no valid text", shown(value))))
+    text_ref(value).map(str::to_owned)
 }
 
 /// The elements of a buffer of any integer type.
@@ -153,7 +193,10 @@ pub(crate) fn tokens(value: &Bound<'_, PyAny>, more: usize) -> PyResult<Vec<u32>
     if let Ok(tuple) = value.cast::<PyTuple>() {
         return tuple.iter().enumerate().map(|(at, item)| token(&item, at)).collect();
     }
-    if value.is_instance_of::<PyString>() || value.is_instance_of::<PyBytes>() {
+    if value.is_instance_of::<PyString>()
+        || value.is_instance_of::<PyBytes>()
+        || value.is_instance_of::<PyByteArray>()
+    {
         return Err(InvalidArgument::new_err("token ids can't be text or bytes; tokenize first"));
     }
     let mut at = 0;
@@ -165,6 +208,12 @@ pub(crate) fn tokens(value: &Bound<'_, PyAny>, more: usize) -> PyResult<Vec<u32>
         return Ok(ids);
     }
     // Tensors on the host, and arrays that are not contiguous, become arrays; anything else has to be a sequence.
+    if value.len().is_ok_and(|n| n > MAX_TOKENS as usize) {
+        return Err(InvalidArgument::new_err(format!(
+            "{} token ids; a sequence has at most {MAX_TOKENS}",
+            value.len()?
+        )));
+    }
     let numpy = value.py().import("numpy")?;
     let array = numpy.call_method1("asarray", (value,))?;
     let kind: String = array.getattr("dtype")?.getattr("kind")?.extract()?;
@@ -192,10 +241,11 @@ fn token(item: &Bound<'_, PyAny>, at: usize) -> PyResult<u32> {
     }
 }
 
-/// int32 numbers per row.
+/// int32 numbers per row, of which there are at most `most`.
 pub(crate) fn with_int32<R>(
     value: &Bound<'_, PyAny>,
     name: &str,
+    most: usize,
     f: impl FnOnce(&[i32]) -> R,
 ) -> PyResult<R> {
     if let Some(buffer) = flat::<i32>(value) {
@@ -213,14 +263,13 @@ pub(crate) fn with_int32<R>(
             shown(value)
         ))
     })?;
-    let numbers = items.map(|item| {
-        let item = item?;
-        match item.extract::<i32>() {
-            Ok(number) if !item.is_instance_of::<PyBool>() => Ok(number),
-            _ => Err(outside(&shown(&item))),
-        }
-    });
-    Ok(f(&numbers.collect::<PyResult<Vec<_>>>()?))
+    // What says how long it is ends, and the core says how many there should be.
+    let most = most.max(value.len().map_or(0, |n| n.min(1 << 21)));
+    let numbers = collected(items, name, most, |_, item| match item.extract::<i32>() {
+        Ok(number) if !item.is_instance_of::<PyBool>() => Ok(number),
+        _ => Err(outside(&shown(&item))),
+    })?;
+    Ok(f(&numbers))
 }
 
 /// Page references: (generation, id) in 64 bits each.
@@ -239,15 +288,12 @@ pub(crate) fn references(value: &Bound<'_, PyAny>) -> PyResult<Vec<PageRef>> {
             shown(value)
         ))
     })?;
-    items
-        .map(|item| {
-            let item = item?;
-            let number = integer(&item);
-            number
-                .ok_or_else(|| InvalidArgument::new_err(format!("{} is no page reference", shown(&item))))
-                .and_then(reference)
-        })
-        .collect()
+    collected(items, "pages", MOST_PAGES, |_, item| {
+        let number = integer(&item);
+        number
+            .ok_or_else(|| InvalidArgument::new_err(format!("{} is no page reference", shown(&item))))
+            .and_then(reference)
+    })
 }
 
 /// Seconds as milliseconds.

@@ -50,6 +50,11 @@ impl<T: Element> Bound1<T> {
         Ok(Self { len: buffer.item_count(), buffer })
     }
 
+    fn range(&self) -> std::ops::Range<usize> {
+        let start = self.buffer.buf_ptr().addr();
+        start..start + self.len * size_of::<T>()
+    }
+
     fn slice(&mut self) -> &mut [T] {
         // SAFETY: the exporter keeps `len` elements of T at this address until the buffer is released, which `self` owns;
         // it is writable and contiguous (checked in `new`), and the batch's lock makes this the only slice of it in Rust.
@@ -64,6 +69,28 @@ pub(crate) struct Shown {
     seq_lens: Bound1<i32>,
     query_start_loc: Bound1<i32>,
     positions: Bound1<i32>,
+}
+
+impl Shown {
+    /// No two arrays share memory: a step would write one over the other.
+    fn check_apart(&self) -> PyResult<()> {
+        let mut ranges = vec![
+            ("seq_lens", self.seq_lens.range()),
+            ("query_start_loc", self.query_start_loc.range()),
+            ("positions", self.positions.range()),
+        ];
+        for (table, slots) in &self.groups {
+            ranges.extend([("block_table", table.range()), ("slot_mapping", slots.range())]);
+        }
+        ranges.sort_by_key(|(_, range)| range.start);
+        match ranges.windows(2).find(|pair| pair[1].1.start < pair[0].1.end) {
+            None => Ok(()),
+            Some(pair) => Err(InvalidArgument::new_err(format!(
+                "{} and {} share memory; each array needs memory of its own",
+                pair[0].0, pair[1].0
+            ))),
+        }
+    }
 }
 
 impl Arrays for Shown {
@@ -127,7 +154,7 @@ impl Objects {
                 Bound1::new(slots.bind(py), "slot_mapping", &step)?,
             ))
         });
-        Ok(Shown {
+        let shown = Shown {
             groups: groups.collect::<PyResult<_>>()?,
             seq_lens: Bound1::new(self.seq_lens.bind(py), "seq_lens", &[shape.rows])?,
             query_start_loc: Bound1::new(
@@ -136,7 +163,9 @@ impl Objects {
                 &[shape.rows + 1],
             )?,
             positions: Bound1::new(self.positions.bind(py), "positions", &step)?,
-        })
+        };
+        shown.check_apart()?;
+        Ok(shown)
     }
 
     pub(crate) fn clone_ref(&self, py: Python<'_>) -> Self {

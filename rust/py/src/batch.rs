@@ -233,7 +233,7 @@ impl Batch {
         };
         let done = match counts {
             None => self.inner.core.step(None, budget, |_| ()),
-            Some(counts) => args::with_int32(counts, "counts", |counts| {
+            Some(counts) => args::with_int32(counts, "counts", self.shape.rows, |counts| {
                 self.inner.core.step(Some(counts), budget, |_| ())
             })?,
         };
@@ -267,7 +267,9 @@ impl Batch {
         self.inner.owner.live()?;
         let done = match sampled {
             None => self.inner.core.commit(None),
-            Some(sampled) => args::with_int32(sampled, "sampled", |s| self.inner.core.commit(Some(s)))?,
+            Some(sampled) => {
+                args::with_int32(sampled, "sampled", self.shape.rows, |s| self.inner.core.commit(Some(s)))?
+            }
         };
         done.map_err(|e| self.error(py, &e))
     }
@@ -284,7 +286,7 @@ impl Batch {
     /// Raises
     /// ------
     /// InvalidArgument
-    ///     Not writable, not contiguous, the wrong dtype or shape: nothing was bound.
+    ///     Not writable, not contiguous, the wrong dtype or shape, two that share memory: nothing was bound.
     /// SequenceBusy, ClosedError
     ///
     /// Notes
@@ -333,7 +335,10 @@ impl Batch {
         }
         let shown = objects.bind(py, self.shape)?;
         self.inner.core.bind(Box::new(shown)).map_err(|e| self.error(py, &e))?;
-        *self.objects.lock().unwrap_or_else(PoisonError::into_inner) = objects;
+        // The old arrays go when nothing is locked: their owners may look at the batch from a finaliser.
+        let old =
+            std::mem::replace(&mut *self.objects.lock().unwrap_or_else(PoisonError::into_inner), objects);
+        drop(old);
         Ok(())
     }
 
@@ -503,7 +508,7 @@ impl Batch {
         true
     }
 
-    /// Take every sequence out; they stay open.
+    /// Take every sequence out, and forget the steps that wait for their commit. The sequences stay open.
     ///
     /// Raises
     /// ------
@@ -539,7 +544,10 @@ fn per_group(value: &Bound<'_, PyAny>, name: &str, groups: usize) -> PyResult<Ve
     if groups == 1 && !value.is_instance_of::<PyList>() && !value.is_instance_of::<PyTuple>() {
         return Ok(vec![as_array(value)?]);
     }
-    let list = value.try_iter()?.map(|v| as_array(&v?)).collect::<PyResult<Vec<_>>>()?;
+    let items = value.try_iter().map_err(|_| {
+        InvalidArgument::new_err(format!("{name} is a list of {groups} arrays, one per layer group"))
+    })?;
+    let list = args::collected(items, name, groups, |_, array| as_array(&array))?;
     if list.len() == groups {
         Ok(list)
     } else {

@@ -56,11 +56,11 @@ impl Owner {
     pub(crate) fn tenant(&self, value: &Bound<'_, PyAny>, default: Option<TenantId>) -> PyResult<TenantId> {
         if let Ok(tenant) = value.cast::<Tenant>() {
             let tenant = tenant.get();
-            return if Arc::ptr_eq(&tenant.owner.core, &self.core) {
-                Ok(tenant.id)
-            } else {
-                Err(WrongPool::new_err(format!("tenant {:?} belongs to another pool", tenant.name)))
-            };
+            if !Arc::ptr_eq(&tenant.owner.core, &self.core) {
+                return Err(WrongPool::new_err(format!("tenant {:?} belongs to another pool", tenant.name)));
+            }
+            tenant.live()?;
+            return Ok(tenant.id);
         }
         let Ok(name) = value.cast::<PyString>() else {
             return Err(InvalidArgument::new_err(format!(

@@ -75,21 +75,17 @@ fn keys(value: &Bound<'_, PyAny>) -> PyResult<Vec<Key>> {
     let items = value.try_iter().map_err(|_| {
         InvalidArgument::new_err(format!("keys are a list of bytes or ints, not {}", args::shown(value)))
     })?;
-    items
-        .enumerate()
-        .map(|(at, item)| {
-            let item = item?;
-            if let Ok(bytes) = item.cast::<PyBytes>() {
-                return Ok(Key::Bytes(bytes.as_bytes().to_vec()));
-            }
-            args::integer(&item).map(Key::Int).ok_or_else(|| {
-                InvalidArgument::new_err(format!(
-                    "key {} at position {at} is neither bytes nor a 128-bit int",
-                    args::shown(&item)
-                ))
-            })
+    args::collected(items, "keys", args::MOST_PAGES, |at, item| {
+        if let Ok(bytes) = item.cast::<PyBytes>() {
+            return Ok(Key::Bytes(bytes.as_bytes().to_vec()));
+        }
+        args::integer(&item).map(Key::Int).ok_or_else(|| {
+            InvalidArgument::new_err(format!(
+                "key {} at position {at} is neither bytes nor a 128-bit int",
+                args::shown(&item)
+            ))
         })
-        .collect()
+    })
 }
 
 impl Pages {

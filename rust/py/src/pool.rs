@@ -99,17 +99,13 @@ impl Pool {
                 args::shown(pairs)
             ))
         };
-        pairs
-            .try_iter()
-            .map_err(|_| wrong())?
-            .map(|pair| {
-                let pair = pair?;
-                let (scope, tokens): (Bound<'_, PyAny>, Bound<'_, PyAny>) =
-                    pair.extract().map_err(|_| wrong())?;
-                let tokens = args::number(&tokens, "the tokens of a share", 0, u64::from(u32::MAX))?;
-                Ok((self.owner.tenant(&scope, None)?, tokens as u32))
-            })
-            .collect()
+        let pairs = pairs.try_iter().map_err(|_| wrong())?;
+        args::collected(pairs, "share", args::MOST_SCOPES, |_, pair| {
+            let (scope, tokens): (Bound<'_, PyAny>, Bound<'_, PyAny>) =
+                pair.extract().map_err(|_| wrong())?;
+            let tokens = args::number(&tokens, "the tokens of a share", 0, u64::from(u32::MAX))?;
+            Ok((self.owner.tenant(&scope, None)?, tokens as u32))
+        })
     }
 }
 
@@ -129,7 +125,7 @@ impl Pool {
         #[pyo3(from_py_with = args::max_tenants)] max_tenants: u32,
         default_tenant: Option<&Bound<'_, PyAny>>,
         compare_tokens: bool,
-        clock: &str,
+        #[pyo3(from_py_with = args::text_ref)] clock: &str,
         #[pyo3(from_py_with = args::events)] events: u32,
         force_collisions: bool,
     ) -> PyResult<Self> {
@@ -172,7 +168,9 @@ impl Pool {
         let owner = Owner::new(core);
         let default = default_tenant
             .map(|name| {
-                let made = owner.core.ledger().create(ROOT, &args::text(name)?, &Default::default());
+                let name = args::text(name)?;
+                tenant::check_length(&name)?;
+                let made = owner.core.ledger().create(ROOT, &name, &Default::default());
                 made.map_err(|e| errors::TenantError::new_err(e.to_string()))
             })
             .transpose()?;
@@ -259,7 +257,7 @@ impl Pool {
     /// Parameters
     /// ----------
     /// tenant : Tenant or str
-    ///     One without tenants below it, held pages and promises. Its pins end.
+    ///     One without tenants below it, open sequences, held pages and promises; not the ``default_tenant``. Its pins end.
     ///
     /// Returns
     /// -------
@@ -269,11 +267,17 @@ impl Pool {
     /// Raises
     /// ------
     /// TenantError
-    ///     It has tenants below it, or pages that are held or promised: it stays, without its pins and cached pages.
+    ///     It has tenants below it, open sequences, or pages that are held or promised; it is the ``default_tenant``. It stays.
     /// UnknownTenant, ClosedError
     fn remove_tenant(&self, py: Python<'_>, tenant: &Bound<'_, PyAny>) -> PyResult<u64> {
         let core = self.live()?;
         let id = self.owner.tenant(tenant, None)?;
+        if self.default == Some(id) {
+            return Err(errors::TenantError::new_err(format!(
+                "{:?} is the pool's default_tenant, which stands for every unknown name; it can't be removed",
+                errors::name_of(core, id)
+            )));
+        }
         core.remove_tenant(id).map_err(|e| self.owner.error(py, &e))
     }
 
@@ -494,7 +498,8 @@ impl Pool {
     ///     The longest sequence a row can show, 1 to 2**30.
     /// max_step_tokens : int, optional
     ///     The most tokens of one step, at least ``max_sequences``: the length of ``slot_mapping`` and ``positions``. Default:
-    ///     ``max(max_tokens, min(max_sequences * max_tokens, 65536)) + max_sequences``.
+    ///     ``max(min(max_tokens, 2**20), min(max_sequences * max_tokens, 65536)) + max_sequences``; what is longer takes several
+    ///     steps.
     ///
     /// Returns
     /// -------
@@ -516,10 +521,10 @@ impl Pool {
         let rows = args::number(max_sequences, "max_sequences", 1, 1 << 20)?;
         let tokens =
             args::number(max_tokens, "max_tokens", 1, u64::from(kvalloc_core::sequence::MAX_TOKENS))?;
-        let default = tokens.max((rows * tokens).min(65_536)) + rows;
+        let default = tokens.min(1 << 20).max((rows * tokens).min(65_536)) + rows;
         let step = match max_step_tokens {
             Some(value) => args::number(value, "max_step_tokens", rows, 1 << 30)?,
-            None => default.min(1 << 30),
+            None => default,
         };
         let pages = tokens.div_ceil(u64::from(core.spec().page_tokens()));
         if rows * pages > 1 << 31 {

@@ -1,7 +1,7 @@
 //! `kvalloc.Tenant` and `kvalloc.Usage`.
 
 use kvalloc_core::{
-    ledger::{Policy, ROOT, Usage as CoreUsage},
+    ledger::{MAX_NAME, Policy, ROOT, Usage as CoreUsage},
     pool::Pool as Core,
     word::{TenantId, Tier, Units},
 };
@@ -12,7 +12,7 @@ use pyo3::{
 
 use crate::{
     args::{self, Given},
-    errors::{InvalidArgument, TenantError, name_of},
+    errors::{InvalidArgument, TenantError, UnknownTenant, name_of},
     owner::Owner,
 };
 
@@ -39,7 +39,9 @@ pub(crate) struct Tenant {
 
 impl PartialEq for Tenant {
     fn eq(&self, other: &Self) -> bool {
-        self.id == other.id && std::sync::Arc::ptr_eq(&self.owner.core, &other.owner.core)
+        self.id == other.id
+            && self.name == other.name
+            && std::sync::Arc::ptr_eq(&self.owner.core, &other.owner.core)
     }
 }
 
@@ -98,7 +100,7 @@ fn apply(owner: &Owner, policy: &mut Policy, changes: &Changes<'_>) -> PyResult<
         policy.pin_budget = units(core, value, "pin_budget", false)?;
     }
     if let Given(Some(value)) = &changes.lend {
-        policy.lend = value.extract()?;
+        policy.lend = args::flag(value, "lend")?;
     }
     if let Given(Some(value)) = &changes.publish {
         policy.publish = publish(owner, value)?;
@@ -129,7 +131,25 @@ fn publish(owner: &Owner, value: &Bound<'_, PyAny>) -> PyResult<Vec<(TenantId, O
     if value.is_instance_of::<PyString>() {
         return Err(InvalidArgument::new_err("publish is a list of scopes, or a dict of scopes and bytes"));
     }
-    value.try_iter()?.map(|scope| Ok((owner.tenant(&scope?, None)?, None))).collect()
+    let scopes = value.try_iter().map_err(|_| {
+        InvalidArgument::new_err(format!(
+            "publish is a list of scopes, or a dict of scopes and bytes, not {}",
+            args::shown(value)
+        ))
+    })?;
+    args::collected(scopes, "publish", args::MOST_SCOPES, |_, scope| Ok((owner.tenant(&scope, None)?, None)))
+}
+
+/// A name of a megabyte is not worth its echo.
+pub(crate) fn check_length(name: &str) -> PyResult<()> {
+    if name.len() <= MAX_NAME {
+        return Ok(());
+    }
+    let start: String = name.chars().take(40).collect();
+    Err(TenantError::new_err(format!(
+        "{start:?}... can't name a tenant: it is longer than {MAX_NAME} bytes ({})",
+        name.len()
+    )))
 }
 
 /// Make a tenant, or change one that exists.
@@ -140,6 +160,7 @@ pub(crate) fn create(owner: &Owner, name: &str, changes: &Changes<'_>) -> PyResu
         change(owner, id, changes)?;
         return Ok(Tenant { owner: owner.clone(), id, name: name.to_owned() });
     }
+    check_length(name)?;
     let parent = parent(owner, changes)?.unwrap_or(ROOT);
     let mut policy = Policy::default();
     apply(owner, &mut policy, changes)?;
@@ -180,13 +201,26 @@ impl Tenant {
         Some(Self { owner: owner.clone(), id, name: owner.core.ledger().name(id)? })
     }
 
-    fn figure(&self, figure: impl Fn(&CoreUsage) -> Units) -> PyResult<u64> {
+    /// The books, if the tenant is still in them: its number may be another's by now.
+    pub(crate) fn live(&self) -> PyResult<&std::sync::Arc<Core>> {
         let core = self.owner.live()?;
+        if core.ledger().name(self.id).as_ref() == Some(&self.name) {
+            Ok(core)
+        } else {
+            Err(UnknownTenant::new_err(format!(
+                "tenant {:?} was removed; make it again with pool.tenant(...)",
+                self.name
+            )))
+        }
+    }
+
+    fn figure(&self, figure: impl Fn(&CoreUsage) -> Units) -> PyResult<u64> {
+        let core = self.live()?;
         Ok(core.bytes_of(figure(&core.ledger().usage(Tier::Device, self.id))))
     }
 
     fn policy(&self) -> PyResult<Policy> {
-        Ok(self.owner.live()?.ledger().policy(self.id).unwrap_or_default())
+        Ok(self.live()?.ledger().policy(self.id).unwrap_or_default())
     }
 }
 
@@ -201,7 +235,7 @@ impl Tenant {
     /// Tenant or None : The tenant above it; None: it stands below the root.
     #[getter]
     fn parent(&self) -> PyResult<Option<Self>> {
-        let ledger = self.owner.live()?.ledger();
+        let ledger = self.live()?.ledger();
         Ok(ledger.parent(self.id).filter(|&p| p != ROOT).and_then(|p| Self::of(&self.owner, p)))
     }
 
@@ -238,7 +272,7 @@ impl Tenant {
     /// int or None : The most bytes charged to its subtree; None: no limit but the pool.
     #[getter]
     fn limit(&self) -> PyResult<Option<u64>> {
-        let core = self.owner.live()?;
+        let core = self.live()?;
         Ok(self.policy()?.limit[0].map(|limit| core.bytes_of(limit)))
     }
 
@@ -257,13 +291,13 @@ impl Tenant {
     /// int : Bytes it may pin.
     #[getter]
     fn pin_budget(&self) -> PyResult<u64> {
-        Ok(self.owner.live()?.bytes_of(self.policy()?.pin_budget))
+        Ok(self.live()?.bytes_of(self.policy()?.pin_budget))
     }
 
     /// int : Bytes that its pins use of the budget.
     #[getter]
     fn pin_used(&self) -> PyResult<u64> {
-        let core = self.owner.live()?;
+        let core = self.live()?;
         Ok(core.bytes_of(core.pin_budget_used(self.id)))
     }
 
@@ -276,7 +310,7 @@ impl Tenant {
     /// dict of str to (int or None) : Scopes it may publish into, and the most bytes charged there (None: no bound).
     #[getter]
     fn publish(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
-        let core = self.owner.live()?;
+        let core = self.live()?;
         let dict = PyDict::new(py);
         for (scope, most) in self.policy()?.publish {
             dict.set_item(name_of(core, scope), most.map(|m| core.bytes_of(m)))?;
@@ -313,7 +347,7 @@ impl Tenant {
         pin_budget: Given<'_>,
         lend: Given<'_>,
     ) -> PyResult<()> {
-        self.owner.live()?;
+        self.live()?;
         let changes = Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend };
         change(&self.owner, self.id, &changes)
     }
@@ -331,7 +365,7 @@ impl Tenant {
     ///     ``held + cached + pinned + promised + stock = charged``, exactly.
     #[pyo3(signature = (*, subtree = false))]
     fn usage(&self, subtree: bool) -> PyResult<Usage> {
-        let core = self.owner.live()?;
+        let core = self.live()?;
         let ledger = core.ledger();
         let usage = match subtree {
             true => ledger.subtree_usage(Tier::Device, self.id),
@@ -354,13 +388,16 @@ impl Tenant {
     /// ``refused`` counts what was tried and did not get its bytes for now: a row of a step, `Pages.allocate`, an `open` with
     /// ``admit=True``. One request may count in both, and many times. What can never fit counts in neither.
     fn stats(&self) -> PyResult<std::collections::BTreeMap<&'static str, u64>> {
-        let stats = self.owner.live()?.tenant_stats(self.id);
+        let stats = self.live()?.tenant_stats(self.id);
         Ok(stats.iter().map(|(counter, value)| (counter.name(), value)).collect())
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         if self.owner.live().is_err() {
             return Ok(format!("<kvalloc.Tenant {:?} of the parent process>", self.name));
+        }
+        if self.live().is_err() {
+            return Ok(format!("<kvalloc.Tenant {:?}, removed>", self.name));
         }
         let format = py.import("kvalloc.sizes")?.getattr("format_bytes")?;
         let show = |bytes: u64| format.call1((bytes,))?.extract::<String>();

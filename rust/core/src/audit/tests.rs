@@ -168,6 +168,19 @@ fn an_index_entry() {
 }
 
 #[test]
+fn a_pin() {
+    let Scene { pool, held, cached, running: _running, .. } = scene();
+    for page in [held[0], cached[3]] {
+        let word = pool.pages.word(page);
+        let before = word.get();
+        pool.pages.transit_with(page, |w| w.pin(w.generation())).expect("a live page");
+        names(&pool, page, "the list says 0");
+        word.put(before);
+        green(&pool);
+    }
+}
+
+#[test]
 fn a_charge() {
     let Scene { pool, tenant, running: _running, .. } = scene();
     pool.ledger.charge(Tier::Device, tenant, Lane(0), Units(1)).expect("room");

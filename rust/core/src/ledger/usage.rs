@@ -62,6 +62,10 @@ pub struct Room {
     pub ever: Units,
     /// The level that ends `ever`.
     pub ever_level: TenantId,
+    /// The most its own pages could ever be: `ever` without the reserves of its children.
+    pub own: Units,
+    /// The level that ends `own`.
+    pub own_level: TenantId,
 }
 
 /// The words of a node at one moment.
@@ -181,6 +185,8 @@ impl Book {
             }
         }
         tighten(&mut unreclaimed, now.0, now.1);
+        let mut own = ever;
+        tighten(&mut own, ever.0.saturating_sub(u64::from(self.tree.floor(node).children().0)), node);
         let units = |n: u64| Units(n.min(u64::from(capacity.0)) as u32);
         Room {
             now: units(now.0),
@@ -189,6 +195,8 @@ impl Book {
             unreclaimed_level: unreclaimed.1,
             ever: units(ever.0),
             ever_level: ever.1,
+            own: units(own.0),
+            own_level: own.1,
         }
     }
 

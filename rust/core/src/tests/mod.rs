@@ -3,7 +3,8 @@
 //! | file | shows |
 //! | --- | --- |
 //! | `build.rs` | specs and pools of a few pages |
-//! | `life.rs` | one thread, one thing at a time: what a scheduler does, and the corners where something went wrong once |
+//! | `life.rs` | one thread, one thing at a time: what a scheduler does |
+//! | `corners.rs` | corners of the books in which something went wrong once |
 //! | `machine.rs`; `world.rs`, `actor.rs`, `outside.rs`, `check.rs` | random operations (proptest); a simple model of the books, what is done with it, what must be true |
 //! | `device.rs` | a device made of numbers: every slot remembers which content was written to it |
 //! | `shuttle.rs` | two or three threads under random schedules |
@@ -13,6 +14,8 @@ mod actor;
 mod build;
 #[cfg(not(kvalloc_shuttle))]
 mod check;
+#[cfg(not(kvalloc_shuttle))]
+mod corners;
 #[cfg(not(kvalloc_shuttle))]
 mod device;
 #[cfg(not(kvalloc_shuttle))]
