@@ -225,6 +225,11 @@ impl Pool {
         loop {
             let start = chain.seen.len() as u32;
             let some = (most - start).min(AHEAD as u32);
+            if start as usize == AHEAD {
+                // A long hit, from the looks of it.
+                chain.keys.reserve(most as usize);
+                chain.seen.reserve(most as usize);
+            }
             if some == 0 {
                 return;
             }

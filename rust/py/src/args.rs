@@ -172,9 +172,8 @@ pub(crate) fn tokens(value: &Bound<'_, PyAny>, more: usize) -> PyResult<Vec<u32>
         InvalidArgument::new_err(format!("token id {id} at position {at}; ids go from 0 to {MOST}"))
     };
     if let Some(buffer) = flat::<i32>(value) {
-        let mut ids = Vec::with_capacity(buffer.item_count().saturating_add(more.min(MOST_ROOM)));
-        ids.resize(buffer.item_count(), 0i32);
-        buffer.copy_to_slice(value.py(), &mut ids)?;
+        let mut ids = buffer.to_vec(value.py())?;
+        ids.reserve(more.min(MOST_ROOM));
         let ids: Vec<u32> = ids.into_iter().map(|id| id as u32).collect(); // in place
         // Every bit of every id at once: the loop has no branch.
         if ids.iter().fold(0, |bits, id| bits | id) <= i32::MAX as u32 {
