@@ -16,7 +16,7 @@ import torch
 from kvalloc.errors import InvalidArgument
 from kvalloc.typing import Int32s
 
-__all__ = ["DEBUG", "frames", "int_tensor", "same_device", "shape", "slots", "table"]
+__all__ = ["DEBUG", "frames", "int_tensor", "same_device", "shape", "slots", "strides", "table"]
 
 DEBUG = os.environ.get("KVALLOC_DEBUG_KERNELS", "0").lower() in ("1", "true", "on")
 
@@ -39,10 +39,22 @@ def shape(name: str, tensor: torch.Tensor, dims: Sequence[int | str]) -> None:
         If it differs.
     """
     given = tuple(tensor.shape)
-    if len(given) != len(dims) or any(isinstance(d, int) and d != g for d, g in zip(dims, given, strict=False)):
+    if len(given) != len(dims) or any(
+        isinstance(d, int) and d != g for d, g in zip(dims, given, strict=False)
+    ):
         raise InvalidArgument(f"{name}: must be [{', '.join(map(str, dims))}], got {list(given)}")
     if tensor.numel() and given[-1] > 1 and tensor.stride(-1) != 1:
-        raise InvalidArgument(f"{name}: the last dimension must be contiguous, its stride is {tensor.stride(-1)}")
+        raise InvalidArgument(
+            f"{name}: the last dimension must be contiguous, its stride is {tensor.stride(-1)}"
+        )
+
+
+def strides(pages: torch.Tensor | None) -> tuple[int, int, int]:
+    """Steps from one frame, token and head to the next, in elements; zeros where there is no tensor."""
+    if pages is None:
+        return 0, 0, 0
+    frame, token, head = pages.stride()[:3]
+    return frame, token, head
 
 
 def int_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -96,13 +108,17 @@ def frames(name: str, numbers: Int32s | torch.Tensor, count: int, device: torch.
     """
     if isinstance(numbers, torch.Tensor) and numbers.device == device and device.type != "cpu":
         if numbers.dtype not in (torch.int32, torch.int64) or numbers.dim() != 1:
-            raise InvalidArgument(f"{name}: must be int32 or int64 [n], got {numbers.dtype} {list(numbers.shape)}")
+            raise InvalidArgument(
+                f"{name}: must be int32 or int64 [n], got {numbers.dtype} {list(numbers.shape)}"
+            )
         if DEBUG:
             _in_range(name, numbers.cpu().numpy(), count)
         return numbers.contiguous()
     host = np.asarray(numbers)
     if host.ndim != 1 or (host.size and host.dtype.kind not in "iu"):
-        raise InvalidArgument(f"{name}: must be whole numbers in one dimension, got {host.dtype} {list(host.shape)}")
+        raise InvalidArgument(
+            f"{name}: must be whole numbers in one dimension, got {host.dtype} {list(host.shape)}"
+        )
     host = host.astype(np.int64, copy=False)
     _in_range(name, host, count)
     return torch.from_numpy(np.ascontiguousarray(host)).to(device)
@@ -156,7 +172,9 @@ def table(
     bad = torch.nonzero((seq_lens < 0) | (seq_lens > capacity))
     if bad.numel():
         row = int(bad[0])
-        raise InvalidArgument(f"seq_lens[{row}] is {int(seq_lens[row])}: must be 0 to {capacity:,}, what a row of block_table shows")
+        raise InvalidArgument(
+            f"seq_lens[{row}] is {int(seq_lens[row])}: must be 0 to {capacity:,}, what a row of block_table shows"
+        )
     first = torch.zeros_like(seq_lens)
     if window is not None:
         first = (seq_lens - window).clamp(min=0)
@@ -169,5 +187,9 @@ def table(
         row, column = bad[0].tolist()
         raise InvalidArgument(
             f"block_table[{row}, {column}] is {int(block_table[row, column])}: must be 0 to {frame_count - 1:,}"
-            + (f", or -{small_count:,} to -1 for the small class" if small_count else ", and there is no small class")
+            + (
+                f", or -{small_count:,} to -1 for the small class"
+                if small_count
+                else ", and there is no small class"
+            )
         )

@@ -93,10 +93,14 @@ def _attend(
     d1 = tl.arange(0, BLOCK_K1)
     dv = tl.arange(0, BLOCK_V)
     q_at = q + row * q_row + heads * q_head
-    q1 = tl.load(q_at[:, None] + d1[None, :], mask=real_head[:, None] & (d1 < K1)[None, :], other=0.0).to(MATH)
+    q1 = tl.load(q_at[:, None] + d1[None, :], mask=real_head[:, None] & (d1 < K1)[None, :], other=0.0).to(
+        MATH
+    )
     if BLOCK_K2 > 0:
         d2 = tl.arange(0, BLOCK_K2)
-        q2 = tl.load(q_at[:, None] + K1 + d2[None, :], mask=real_head[:, None] & (d2 < K2)[None, :], other=0.0).to(MATH)
+        q2 = tl.load(
+            q_at[:, None] + K1 + d2[None, :], mask=real_head[:, None] & (d2 < K2)[None, :], other=0.0
+        ).to(MATH)
 
     # The maximum starts at a finite number far below any score: no tile, however masked, makes inf - inf.
     top = tl.full([BLOCK_H], -1e30, tl.float32)
@@ -119,15 +123,23 @@ def _attend(
         k1 = stored_values(k1, MATH)
         scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         if BLOCK_K2 > 0:
-            k2 = tl.load(k_at[:, None] + K1 + d2[None, :], mask=valid[:, None] & (d2 < K2)[None, :], other=0.0)
+            k2 = tl.load(
+                k_at[:, None] + K1 + d2[None, :], mask=valid[:, None] & (d2 < K2)[None, :], other=0.0
+            )
             scores = tl.dot(q2, tl.trans(stored_values(k2, MATH)), scores, input_precision="ieee")
         scores = scores * scale
         if k_scale is not None:
-            k_step = tl.load(k_scale + frame * ks_frame + within * ks_token + kv_head * ks_head, mask=valid, other=0.0)
+            k_step = tl.load(
+                k_scale + frame * ks_frame + within * ks_token + kv_head * ks_head, mask=valid, other=0.0
+            )
             scores = scores * k_step.to(tl.float32)[None, :]
         if SOFT_CAP > 0:
             # tanh; the factor of log2(e) in `scale` is taken out and put back
-            scores = SOFT_CAP * 1.4426950408889634 * (2.0 * tl.sigmoid(scores * (1.3862943611198906 / SOFT_CAP)) - 1.0)
+            scores = (
+                SOFT_CAP
+                * 1.4426950408889634
+                * (2.0 * tl.sigmoid(scores * (1.3862943611198906 / SOFT_CAP)) - 1.0)
+            )
         scores = tl.where(valid[None, :], scores, float("-inf"))
 
         higher = tl.maximum(top, tl.max(scores, 1))
@@ -140,7 +152,9 @@ def _attend(
             values = tl.load(v_at[:, None] + dv[None, :], mask=valid[:, None] & (dv < V)[None, :], other=0.0)
             values = stored_values(values, MATH)
             if v_scale is not None:
-                v_step = tl.load(v_scale + frame * vs_frame + within * vs_token + kv_head * vs_head, mask=valid, other=0.0)
+                v_step = tl.load(
+                    v_scale + frame * vs_frame + within * vs_token + kv_head * vs_head, mask=valid, other=0.0
+                )
                 p = p * v_step.to(tl.float32)[None, :]
         else:
             values = k1
@@ -156,7 +170,11 @@ def _attend(
             total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         out_at = out + row * out_row + heads * out_head
-        tl.store(out_at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=real_head[:, None] & (dv < V)[None, :])
+        tl.store(
+            out_at[:, None] + dv[None, :],
+            acc.to(out.dtype.element_ty),
+            mask=real_head[:, None] & (dv < V)[None, :],
+        )
     else:
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         slot = (row * (KV_HEADS * GROUP) + heads) * slots + slot0 + split
@@ -225,11 +243,17 @@ def choose_tiles(card: Card, group: int, k_dim: int, v_dim: int, itemsize: int) 
     -------
     Tiles
     """
-    heads = min(max(16, triton.next_power_of_2(group)), 16 if k_dim <= 256 else 32)
+    wide = k_dim > 256  # a latent: its accumulator leaves registers for one program a multiprocessor
+    heads = min(max(16, triton.next_power_of_2(group)), 32)
     row = (k_dim + v_dim) * itemsize
-    tokens = min(128, max(16, 1 << ((36 << 10) // row).bit_length() - 1))
-    stages = min(4, max(2, card.shared // 2 // (tokens * row)))
-    return Tiles(heads, tokens, stages, 4 if k_dim <= 256 else 8)
+    # In registers 8-bit values are 16 bits wide.
+    tokens = (36 << 10) // (row if wide else max(row, 2 * (k_dim + v_dim)))
+    tokens = min(128, max(16, 1 << tokens.bit_length() - 1))
+    # q, and what the products and reductions exchange
+    room = (card.shared if wide else card.shared // 2) - heads * k_dim * 4 - (4 << 10)
+    buffers = min(3, max(1, room // (tokens * row)))
+    # The compiler shares stages between the two loads that wait for each other, the block table's and K's.
+    return Tiles(heads, tokens, 2 * buffers + 1, 8 if wide else 4)
 
 
 def choose_splits(programs: int, max_len: int, mean_len: float, tokens: int, sms: int) -> int:
@@ -347,7 +371,9 @@ def paged_decode(
     """
     card = card_of(q)
     main = Pages(k, v, k_scale, v_scale)
-    rows, heads, page_tokens, kv_heads, v_dim = _check(q, main, block_table, seq_lens, small, v_dim, sinks, out)
+    rows, heads, page_tokens, kv_heads, v_dim = _check(
+        q, main, block_table, seq_lens, small, v_dim, sinks, out
+    )
     if window is not None and chunk is not None:
         raise InvalidArgument("window and chunk exclude each other")
     for name, given in [("window", window), ("chunk", chunk), ("soft_cap", soft_cap)]:
@@ -359,7 +385,9 @@ def paged_decode(
             f"max_len {max_len:,} is more than the block table shows: {block_table.shape[1]} pages of {page_tokens} tokens"
         )
     if check.DEBUG:
-        check.table(block_table, seq_lens, page_tokens, k.shape[0], small.k.shape[0] if small else 0, window, chunk)
+        check.table(
+            block_table, seq_lens, page_tokens, k.shape[0], small.k.shape[0] if small else 0, window, chunk
+        )
     if out is None:
         out = q.new_empty(rows, heads, v_dim)
     if rows == 0:
@@ -478,7 +506,7 @@ def _launch(
     tiles = choose_tiles(card, group, k_dim, 0 if v is None else v_dim, k.element_size())
     _attend[(q.shape[0] * kv_heads * triton.cdiv(group, tiles.heads), num_splits)](
         q, k, v, pages.k_scale, pages.v_scale, table, lens, sinks, out, parts, logs,
-        *q.stride()[:2], *_strides(k), *_strides(v), *_strides(pages.k_scale), *_strides(pages.v_scale),
+        *q.stride()[:2], *check.strides(k), *check.strides(v), *check.strides(pages.k_scale), *check.strides(pages.v_scale),
         table.stride(0), *out.stride()[:2], scale * LOG2_E, slot0, slots,
         PAGE_TOKENS=page_tokens, KV_HEADS=kv_heads, GROUP=group, K1=k1, K2=k2, V=v_dim,
         BLOCK_K1=block_k1, BLOCK_K2=block_k2,
@@ -487,10 +515,6 @@ def _launch(
         WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap, CLASS=which, DIRECT=parts is None,
         MATH=_math(q.dtype, k.dtype), num_warps=tiles.warps,
     )  # fmt: skip
-
-
-def _strides(pages: torch.Tensor | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if pages is None else pages.stride()[:3]
 
 
 def _math(q: torch.dtype, stored: torch.dtype) -> tl.dtype:

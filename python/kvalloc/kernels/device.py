@@ -46,7 +46,9 @@ _INTERPRETER = Card(arch=80, sms=4, shared=96 << 10)
 @functools.cache
 def _card(index: int) -> Card:
     found = torch.cuda.get_device_properties(index)
-    return Card(found.major * 10 + found.minor, found.multi_processor_count, found.shared_memory_per_block_optin)
+    return Card(
+        found.major * 10 + found.minor, found.multi_processor_count, found.shared_memory_per_block_optin
+    )
 
 
 def card_of(tensor: torch.Tensor) -> Card:

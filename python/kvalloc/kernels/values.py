@@ -2,8 +2,8 @@
 
 In kernels an fp8 tensor shows either its own type, where the card converts it (8.9 and later), or its bits as uint8,
 which the functions here take apart; both give the same numbers. Values beyond 448 are stored as 448 (e4m3 has no
-infinity), NaN stays NaN. An int8 scale is the largest magnitude of a token's head, over 127, as float16; NaN there
-makes the scale NaN, so that it is not hidden.
+infinity), NaN stays NaN. An int8 scale is the largest magnitude of a token's head, over 127, as float16 (at most
+65,504); NaN there makes the scale NaN, so that it is not hidden.
 """
 
 import torch
@@ -12,7 +12,17 @@ import triton.language as tl
 
 from kvalloc.errors import InvalidArgument
 
-__all__ = ["STORED", "from_e4m3", "raw", "split_dim", "stored_values", "to_e4m3", "to_int8"]
+__all__ = [
+    "STORED",
+    "check_scales",
+    "from_e4m3",
+    "raw",
+    "split_dim",
+    "store_values",
+    "stored_values",
+    "to_e4m3",
+    "to_int8",
+]
 
 # dtypes a page can hold, and whether tokens have scales
 STORED = {
@@ -58,9 +68,7 @@ def split_dim(dim: int, first: int | None = None) -> tuple[int, int, int, int]:
     return first, rest, cover[0], cover[1]
 
 
-def check_scales(
-    name: str, values: torch.Tensor, scale: torch.Tensor | None
-) -> None:
+def check_scales(name: str, values: torch.Tensor, scale: torch.Tensor | None) -> None:
     """Check that int8 values, and only those, come with scales of the right shape.
 
     Raises
@@ -80,7 +88,9 @@ def check_scales(
     wanted = tuple(values.shape[:-1])
     if scale is None or tuple(scale.shape) != wanted or scale.dtype != torch.float16:
         given = "none" if scale is None else f"{scale.dtype} {tuple(scale.shape)}"
-        raise InvalidArgument(f"{name}: int8 pages need scales, float16 {wanted}, one per token and KV head; got {given}")
+        raise InvalidArgument(
+            f"{name}: int8 pages need scales, float16 {wanted}, one per token and KV head; got {given}"
+        )
 
 
 @triton.jit
@@ -109,7 +119,9 @@ def to_e4m3(x):
 @triton.jit
 def to_int8(x, axis: tl.constexpr):
     """Quantise float32 along an axis; give the int8 values and their float16 scales."""
-    scale = (tl.max(tl.abs(x), axis) / 127.0).to(tl.float16)
+    scale = tl.minimum(tl.math.div_rn(tl.max(tl.abs(x), axis), tl.full([1], 127.0, tl.float32)), 65504.0).to(
+        tl.float16
+    )
     unknown = tl.max((x != x).to(tl.int32), axis) > 0
     scale = tl.where(unknown, float("nan"), scale.to(tl.float32)).to(tl.float16)
     step = tl.expand_dims(scale.to(tl.float32), axis)
@@ -124,5 +136,17 @@ def stored_values(x, dtype: tl.constexpr):
     """Turn loaded values into a type to reckon with; scales are the caller's business."""
     if x.dtype == tl.uint8:
         return from_e4m3(x).to(dtype)
+    return x.to(dtype)
+
+
+@triton.jit
+def store_values(at, x, mask, scale_at, scale_mask):
+    """Store float32 ``[n, dim]`` at pointers, in the type these point to; for int8 with its scales."""
+    if at.dtype.element_ty == tl.uint8:
+        tl.store(at, to_e4m3(x), mask=mask)
+    elif at.dtype.element_ty == tl.int8:
+        codes, scale = to_int8(x, 1)
+        tl.store(at, codes, mask=mask)
+        tl.store(scale_at, scale, mask=scale_mask)
     else:
-        return x.to(dtype)
+        tl.store(at, x.to(at.dtype.element_ty), mask=mask)
