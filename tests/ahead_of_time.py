@@ -1,7 +1,7 @@
 """Compile the launches of kernels for cards that are not here, and read what the compiler made of them.
 
-`launches` runs a Python entry point on small CPU tensors with a given card in place of a real one, and catches what
-it would have launched: the same arguments, alignments and constants that a card would get.
+`launches` runs a Python entry point on small CPU tensors with a given card in place of a real one, and
+catches what it would have launched: the same arguments, alignments and constants that a card would get.
 """
 
 import re

@@ -1,8 +1,9 @@
 """Argument checks of the kernels' entry points.
 
-Shapes, dtypes, devices and strides are always checked, and so are page numbers in lists and other host arrays: none of
-that waits for the card. Numbers in tensors on the card are looked at in debug mode only (``KVALLOC_DEBUG_KERNELS=1`` in the
-environment, or ``kvalloc.kernels.check.DEBUG = True``), since reading them back stops the pipeline.
+Shapes, dtypes, devices and strides are always checked, and so are page numbers in lists and other host
+arrays: none of that waits for the card. Numbers in tensors on the card are looked at in debug mode only
+(``KVALLOC_DEBUG_KERNELS=1`` in the environment, or ``kvalloc.kernels.check.DEBUG = True``), since reading
+them back stops the pipeline.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ def slots(slot_mapping: torch.Tensor, frame_count: int, page_tokens: int) -> Non
     if bad.numel():
         token = int(bad[0])
         raise InvalidArgument(
-            f"slot_mapping[{token}] is {int(slot_mapping[token])}: must be -1 or below {frame_count * page_tokens:,} "
-            f"({frame_count:,} frames of {page_tokens} tokens)"
+            f"slot_mapping[{token}] is {int(slot_mapping[token])}: must be -1, or below "
+            f"{frame_count * page_tokens:,} ({frame_count:,} frames of {page_tokens} tokens)"
         )
 
 
@@ -173,7 +174,7 @@ def table(
     if bad.numel():
         row = int(bad[0])
         raise InvalidArgument(
-            f"seq_lens[{row}] is {int(seq_lens[row])}: must be 0 to {capacity:,}, what a row of block_table shows"
+            f"seq_lens[{row}] is {int(seq_lens[row])}: a row of block_table shows 0 to {capacity:,} tokens"
         )
     first = torch.zeros_like(seq_lens)
     if window is not None:
@@ -186,7 +187,8 @@ def table(
     if bad.numel():
         row, column = bad[0].tolist()
         raise InvalidArgument(
-            f"block_table[{row}, {column}] is {int(block_table[row, column])}: must be 0 to {frame_count - 1:,}"
+            f"block_table[{row}, {column}] is {int(block_table[row, column])}: must be 0 to "
+            f"{frame_count - 1:,}"
             + (
                 f", or -{small_count:,} to -1 for the small class"
                 if small_count

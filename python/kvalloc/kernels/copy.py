@@ -1,7 +1,7 @@
 """Copies of whole pages: within the pool, and between the pool and a contiguous buffer for swapping.
 
-A page is a run of bytes here, whatever it holds. Runs of adjacent frames go faster by the card's copy engines over the
-host link; these kernels serve lists of frames that lie anywhere, at the speed of device memory.
+A page is a run of bytes here, whatever it holds. Runs of adjacent frames go faster by the card's copy engines
+over the host link; these kernels serve lists of frames that lie anywhere, at the speed of device memory.
 """
 
 from typing import TYPE_CHECKING
@@ -77,16 +77,17 @@ def copy_pages(
     Parameters
     ----------
     pages : torch.Tensor
-        uint8 ``[frames, page_bytes]``: all pages of a class, or one layer's part of them. Rows begin at multiples of 16
-        bytes.
+        uint8 ``[frames, page_bytes]``: all pages of a class, or one layer's part of them. Rows begin at
+        multiples of 16 bytes.
     sources, destinations : sequence of int, array or torch.Tensor
-        Frame numbers ``[n]``. All copies happen at once, so a destination must not be named twice, nor be a source.
+        Frame numbers ``[n]``. All copies happen at once, so a destination must not be named twice, nor be a
+        source.
 
     Raises
     ------
     InvalidArgument
-        If a number is out of range or a destination stands for two things: always for lists and host arrays, in debug mode
-        (`kvalloc.kernels.check`) for tensors on the device. Nothing was copied.
+        If a number is out of range or a destination stands for two things: always for lists and host arrays,
+        in debug mode (`kvalloc.kernels.check`) for tensors on the device. Nothing was copied.
 
     Examples
     --------

@@ -1,16 +1,16 @@
 """Paged decode attention: one query token per request against the pages of its sequence.
 
-Work is cut twice: by KV head (the query heads that share one are packed into the rows of a matrix product) and, so
-that few long requests fill the card too, by stretches of the sequence (split-KV). Each program walks its stretch in
-tiles of tokens, looks each token's frame up in the block table, and keeps a running maximum, sum and output. With
-one stretch per request it writes the result; with more it writes its part and the logarithm of its sum, and `_merge`
-weighs the parts.
+Work is cut twice: by KV head (the query heads that share one are packed into the rows of a matrix product)
+and, so that few long requests fill the card too, by stretches of the sequence (split-KV). Each program walks
+its stretch in tiles of tokens, looks each token's frame up in the block table, and keeps a running maximum,
+sum and output. With one stretch per request it writes the result; with more it writes its part and the
+logarithm of its sum, and `_merge` weighs the parts.
 
-Pages of a smaller class (fp8, int8) stand in the same table as ``~frame``. Each class is walked by its own launch,
-which masks the pages of the other; the merge does not care where parts come from.
+Pages of a smaller class (fp8, int8) stand in the same table as ``~frame``. Each class is walked by its own
+launch, which masks the pages of the other; the merge does not care where parts come from.
 
-Offsets are 64-bit: a page-major pool of an 8B model crosses 2**31 elements at page 2,048. K and V loads are both
-masked: a page beyond the length, or of the other class, may hold anything, and NaN times zero is NaN.
+Offsets are 64-bit: a page-major pool of an 8B model crosses 2**31 elements at page 2,048. K and V loads are
+both masked: a page beyond the length, or of the other class, may hold anything, and NaN times zero is NaN.
 """
 
 import math
@@ -50,7 +50,7 @@ class Pages(NamedTuple):
     v_scale: torch.Tensor | None = None
 
 
-# -- kernels ---------------------------------------------------------------------------------------------------
+# -- kernels -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def _merge(
     parts, logs, sinks, out, slots, out_row, out_head,
     HEADS: tl.constexpr, V: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the parts of one request's head by their sums. A part that saw no token has weight 0 and is not read."""
+    """Weigh the parts of one request's head by their sums. A part that saw no token is not read."""
     at = tl.program_id(0).to(tl.int64)
     head = at % HEADS
     slot = tl.arange(0, BLOCK_S)
@@ -213,7 +213,7 @@ def _merge(
     tl.store(out + at // HEADS * out_row + head * out_head + dv, merged.to(out.dtype.element_ty), mask=dv < V)
 
 
-# -- the shape of a launch -------------------------------------------------------------------------------------
+# -- the shape of a launch -----------------------------------------------------------------------------------
 
 
 class Tiles(NamedTuple):
@@ -226,7 +226,7 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(card: Card, group: int, k_dim: int, v_dim: int, itemsize: int) -> Tiles:
-    """Choose the tile of a program: some 32 KiB of K and V in flight per stage, two programs a multiprocessor.
+    """Choose the tile of a program: up to 36 KiB of K and V a stage, two programs a multiprocessor.
 
     Parameters
     ----------
@@ -259,8 +259,8 @@ def choose_tiles(card: Card, group: int, k_dim: int, v_dim: int, itemsize: int) 
 def choose_splits(programs: int, max_len: int, mean_len: float, tokens: int, sms: int) -> int:
     """Choose into how many stretches the longest request is cut.
 
-    Enough that the whole step makes about four programs per multiprocessor (two run at a time, and the second wave
-    evens out what differs in length), of two tiles or more each.
+    Enough that the whole step makes about four programs per multiprocessor (two run at a time, and the second
+    wave evens out what differs in length), of two tiles or more each.
 
     Parameters
     ----------
@@ -282,14 +282,14 @@ def choose_splits(programs: int, max_len: int, mean_len: float, tokens: int, sms
 
     Examples
     --------
-    >>> choose_splits(8, 32_768, 32_768, 64, 132), choose_splits(1024, 32_768, 32_768, 64, 132)  # doctest: +SKIP
-    (64, 1)
+    >>> [choose_splits(n * 8, 32_768, 32_768, 64, sms=132) for n in (1, 16, 128)]  # doctest: +SKIP
+    [64, 5, 1]
     """
     stretch = max(2 * tokens, math.ceil(programs * mean_len / (4 * sms)))
     return min(MAX_SPLITS, max(1, math.ceil(max_len / stretch)))
 
 
-# -- the call --------------------------------------------------------------------------------------------------
+# -- the call ------------------------------------------------------------------------------------------------
 
 
 def paged_decode(
@@ -318,16 +318,17 @@ def paged_decode(
     Parameters
     ----------
     q : torch.Tensor
-        ``[rows, heads, k_dim]``, float16, bfloat16 or float32. Query heads that share a KV head are neighbours.
+        ``[rows, heads, k_dim]``, float16, bfloat16 or float32. Query heads that share a KV head are
+        neighbours.
     k : torch.Tensor
         ``[frames, page_tokens, kv_heads, k_dim]``, a strided view of the pool; float16, bfloat16, float32,
         float8_e4m3fn or int8.
     v : torch.Tensor or None
-        ``[frames, page_tokens, kv_heads, v_dim]``, of K's dtype; None for a latent, where the first `v_dim` values of
-        K are V.
+        ``[frames, page_tokens, kv_heads, v_dim]``, of K's dtype; None for a latent, where the first `v_dim`
+        values of K are V.
     block_table : torch.Tensor
-        int32 ``[rows, max_pages]``: the frame of each page of each sequence, or ``~frame`` of the small class. What
-        lies beyond the length or before the window is not read.
+        int32 ``[rows, max_pages]``: the frame of each page of each sequence, or ``~frame`` of the small
+        class. What lies beyond the length or before the window is not read.
     seq_lens : torch.Tensor
         int32 ``[rows]``: tokens of each sequence, the new one included. 0 gives zeros.
     scale : float
@@ -347,11 +348,11 @@ def paged_decode(
     v_dim : int, optional
         For a latent: how many of K's values are V.
     num_splits : int, optional
-        Into how many stretches a request is cut, 1 to `MAX_SPLITS`. Chosen by default; give it where the grid must not
-        change (CUDA graphs).
+        Into how many stretches a request is cut, 1 to `MAX_SPLITS`. Chosen by default; give it where the grid
+        must not change (CUDA graphs).
     max_len, mean_len : optional
-        The largest and the mean of `seq_lens`, where the host knows them: a better choice of `num_splits`. By default
-        as long as the table is wide.
+        The largest and the mean of `seq_lens`, where the host knows them: a better choice of `num_splits`. By
+        default as long as the table is wide.
     out : torch.Tensor, optional
         ``[rows, heads, v_dim]`` of q's dtype, written in place.
 
@@ -363,7 +364,8 @@ def paged_decode(
     Raises
     ------
     InvalidArgument
-        If tensors don't fit each other; in debug mode (`kvalloc.kernels.check`) also for page numbers out of range.
+        If tensors don't fit each other; in debug mode (`kvalloc.kernels.check`) also for page numbers out of
+        range.
 
     Examples
     --------
@@ -382,7 +384,8 @@ def paged_decode(
     capacity = block_table.shape[1] * page_tokens
     if max_len is not None and max_len > capacity:
         raise InvalidArgument(
-            f"max_len {max_len:,} is more than the block table shows: {block_table.shape[1]} pages of {page_tokens} tokens"
+            f"max_len {max_len:,} is more than the block table shows: {block_table.shape[1]} pages of "
+            f"{page_tokens} tokens"
         )
     if check.DEBUG:
         check.table(
@@ -506,14 +509,13 @@ def _launch(
     tiles = choose_tiles(card, group, k_dim, 0 if v is None else v_dim, k.element_size())
     _attend[(q.shape[0] * kv_heads * triton.cdiv(group, tiles.heads), num_splits)](
         q, k, v, pages.k_scale, pages.v_scale, table, lens, sinks, out, parts, logs,
-        *q.stride()[:2], *check.strides(k), *check.strides(v), *check.strides(pages.k_scale), *check.strides(pages.v_scale),
-        table.stride(0), *out.stride()[:2], scale * LOG2_E, slot0, slots,
-        PAGE_TOKENS=page_tokens, KV_HEADS=kv_heads, GROUP=group, K1=k1, K2=k2, V=v_dim,
-        BLOCK_K1=block_k1, BLOCK_K2=block_k2,
-        BLOCK_V=block_k1 if v is None else max(16, triton.next_power_of_2(v_dim)),
-        BLOCK_H=tiles.heads, BLOCK_N=tiles.tokens, STAGES=tiles.stages, MIN_TILES=2,
-        WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap, CLASS=which, DIRECT=parts is None,
-        MATH=_math(q.dtype, k.dtype), num_warps=tiles.warps,
+        *q.stride()[:2], *check.strides(k), *check.strides(v), *check.strides(pages.k_scale),
+        *check.strides(pages.v_scale), table.stride(0), *out.stride()[:2], scale * LOG2_E, slot0, slots,
+        PAGE_TOKENS=page_tokens, KV_HEADS=kv_heads, GROUP=group, K1=k1, K2=k2, V=v_dim, BLOCK_K1=block_k1,
+        BLOCK_K2=block_k2, BLOCK_V=block_k1 if v is None else max(16, triton.next_power_of_2(v_dim)),
+        BLOCK_H=tiles.heads, BLOCK_N=tiles.tokens, STAGES=tiles.stages, MIN_TILES=2, WINDOW=window,
+        CHUNK=chunk, SOFT_CAP=soft_cap, CLASS=which, DIRECT=parts is None, MATH=_math(q.dtype, k.dtype),
+        num_warps=tiles.warps,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from kvalloc.errors import InvalidArgument
 
@@ -38,17 +39,16 @@ class Card:
         return self.arch >= 89
 
 
-# Stands in for a card when kernels are interpreted: few multiprocessors, so that tiny shapes are split too, and
-# the bit-by-bit fp8, since the interpreter's own conversion is not the card's.
+# Stands in for a card when kernels are interpreted: few multiprocessors, so that tiny shapes are split too,
+# and the bit-by-bit fp8, since the interpreter's own conversion is not the card's.
 _INTERPRETER = Card(arch=80, sms=4, shared=96 << 10)
 
 
 @functools.cache
 def _card(index: int) -> Card:
-    found = torch.cuda.get_device_properties(index)
-    return Card(
-        found.major * 10 + found.minor, found.multi_processor_count, found.shared_memory_per_block_optin
-    )
+    major, minor = torch.cuda.get_device_capability(index)
+    found = triton.runtime.driver.active.utils.get_device_properties(index)
+    return Card(major * 10 + minor, found["multiprocessor_count"], found["max_shared_mem"])
 
 
 def card_of(tensor: torch.Tensor) -> Card:

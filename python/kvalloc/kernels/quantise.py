@@ -23,7 +23,8 @@ def _convert(
     source, target, source_scale, target_scale, sources, targets,
     s_frame, s_token, s_head, t_frame, t_token, t_head,
     ss_frame, ss_token, ss_head, ts_frame, ts_token, ts_head,
-    PAGE_TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D:
+    tl.constexpr,
 ):  # fmt: skip
     """Convert some (token, head) rows of one page."""
     at = tl.program_id(0).to(tl.int64)
@@ -65,8 +66,8 @@ def convert_pages(
     Raises
     ------
     InvalidArgument
-        If the classes don't fit each other, or a frame number is out of range: always for lists and host arrays, in debug
-        mode (`kvalloc.kernels.check`) for tensors on the device. Nothing was written.
+        If the classes don't fit each other, or a frame number is out of range: always for lists and host
+        arrays, in debug mode (`kvalloc.kernels.check`) for tensors on the device. Nothing was written.
 
     Examples
     --------

@@ -1,9 +1,9 @@
 """How values are stored: fp8 (e4m3), and int8 with a float16 scale per token and KV head.
 
-In kernels an fp8 tensor shows either its own type, where the card converts it (8.9 and later), or its bits as uint8,
-which the functions here take apart; both give the same numbers. Values beyond 448 are stored as 448 (e4m3 has no
-infinity), NaN stays NaN. An int8 scale is the largest magnitude of a token's head, over 127, as float16 (at most
-65,504); NaN there makes the scale NaN, so that it is not hidden.
+In kernels an fp8 tensor shows either its own type, where the card converts it (8.9 and later), or its bits as
+uint8, which the functions here take apart; both give the same numbers. Values beyond 448 are stored as 448
+(e4m3 has no infinity), NaN stays NaN. An int8 scale is the largest magnitude of a token's head, over 127, as
+float16 (at most 65,504); NaN there makes the scale NaN, so that it is not hidden.
 """
 
 import torch
@@ -42,7 +42,7 @@ def raw(tensor: torch.Tensor, *, native_fp8: bool = False) -> torch.Tensor:
 
 
 def split_dim(dim: int, first: int | None = None) -> tuple[int, int, int, int]:
-    """Cut a head's values in two parts that powers of two cover well: 576 is 512 + 64, not a half-empty 1,024.
+    """Cut a head's values in two parts that powers of two cover well: 576 into 512 + 64, not 1,024.
 
     Parameters
     ----------

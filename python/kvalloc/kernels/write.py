@@ -70,11 +70,11 @@ def write_kv(
     Parameters
     ----------
     k_new, v_new : torch.Tensor
-        ``[tokens, kv_heads, k_dim]`` and ``[tokens, kv_heads, v_dim]``, float16, bfloat16 or float32; `v_new` is None for
-        a latent.
+        ``[tokens, kv_heads, k_dim]`` and ``[tokens, kv_heads, v_dim]``, float16, bfloat16 or float32; `v_new`
+        is None for a latent.
     k, v : torch.Tensor
-        ``[frames, page_tokens, kv_heads, k_dim]`` and the same with v_dim: views of the pool, any strides but 1 for the
-        last dimension; `v` is None for a latent.
+        ``[frames, page_tokens, kv_heads, k_dim]`` and the same with v_dim: views of the pool, any strides but
+        1 for the last dimension; `v` is None for a latent.
     slot_mapping : torch.Tensor
         int64 ``[tokens]``: frame x page_tokens + place in the page; -1: not written. No slot twice.
     k_scale, v_scale : torch.Tensor, optional
@@ -83,8 +83,8 @@ def write_kv(
     Raises
     ------
     InvalidArgument
-        If tensors don't fit each other; in debug mode (`kvalloc.kernels.check`) also for slots out of range. Nothing was
-        written.
+        If tensors don't fit each other; in debug mode (`kvalloc.kernels.check`) also for slots out of range.
+        Nothing was written.
     """
     card_of(k_new)
     check.shape("k", k, ["frames", "page_tokens", "kv_heads", "k_dim"])
