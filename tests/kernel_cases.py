@@ -1,4 +1,4 @@
-"""Pages with known content for tests of the kernels, everything else poisoned, and what attention over them gives."""
+"""Pages with known content, everything else poisoned, and what attention over them gives."""
 
 from dataclasses import dataclass, field
 
@@ -29,11 +29,9 @@ def page_major(dtype, frames, page_tokens, heads, k_dim, v_dim, *, layers=2, lay
 
     def view(as_type, offset, shape):
         item = torch.empty(0, dtype=as_type).element_size()
-        strides = [page // item]
-        for i in range(len(shape)):
-            strides.append(torch.Size(shape[i + 1 :]).numel())
+        inner = [torch.Size(shape[i + 1 :]).numel() for i in range(len(shape))]
         start = layer * (values + scales) + offset
-        return arena.view(as_type).as_strided((frames, *shape), strides, start // item)
+        return arena.view(as_type).as_strided((frames, *shape), (page // item, *inner), start // item)
 
     k_bytes = page_tokens * heads * k_dim * size
     k = view(dtype, 0, (page_tokens, heads, k_dim))
@@ -41,7 +39,9 @@ def page_major(dtype, frames, page_tokens, heads, k_dim, v_dim, *, layers=2, lay
     k_scale = v_scale = None
     if scales:
         k_scale = view(torch.float16, values, (page_tokens, heads))
-        v_scale = view(torch.float16, values + page_tokens * heads * 2, (page_tokens, heads)) if v_dim else None
+        v_scale = (
+            view(torch.float16, values + page_tokens * heads * 2, (page_tokens, heads)) if v_dim else None
+        )
     pages = Pages(k, v, k_scale, v_scale)
     poison(pages, arena)
     return pages, arena.view(frames, page)
@@ -124,7 +124,7 @@ class Case:
         return 0
 
     def build(self):
-        """Make the arguments of `paged_decode`, and for each row the frames and places of its tokens by class."""
+        """Make the arguments of `paged_decode`, and for each row its tokens' entries and places."""
         make = torch.Generator().manual_seed(self.seed)
         rows, most = len(self.lens), max(-(-n // self.page_tokens) for n in self.lens) + 1
         frames = rows * most + 2

@@ -69,7 +69,9 @@ assert torch.equal(words[-2], words[-1])
 
 small = torch.empty(FRAMES * PAGE, dtype=torch.int8)
 scale = torch.zeros(FRAMES, 16, 2, dtype=torch.float16)
-packed = Pages(small.as_strided(shape, strides, 0), small.as_strided(shape, strides, 16 * 64), scale, scale.clone())
+packed = Pages(
+    small.as_strided(shape, strides, 0), small.as_strided(shape, strides, 16 * 64), scale, scale.clone()
+)
 convert_pages(pages, [FAR[0]], packed, [FAR[1]])
 step = packed.k_scale[FAR[1], ..., None].float()
 torch.testing.assert_close(packed.k[FAR[1]] * step, pages.k[FAR[0]].float(), rtol=0, atol=float(step.max()))

@@ -6,7 +6,6 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from kernel_cases import Case, interpreted, quiet  # noqa: E402
-
 from kvalloc.kernels.decode import paged_decode  # noqa: E402
 
 pytestmark = [interpreted, *quiet]
@@ -33,7 +32,9 @@ CASES = {
     "window 1": Case(window=1),
     "window 16": Case(window=16),
     "window 17, splits": Case(window=17, num_splits=3),
-    "window of more than a tile": Case(window=150, lens=(149, 150, 151, 320), k_dim=16, v_dim=16, num_splits=2),
+    "window of more than a tile": Case(
+        window=150, lens=(149, 150, 151, 320), k_dim=16, v_dim=16, num_splits=2
+    ),
     "chunk 16": Case(chunk=16),
     "chunk 24": Case(chunk=24, lens=(0, 1, 23, 24, 25, 48, 49)),
     "soft cap": Case(soft_cap=5.0, loud=8),
@@ -43,7 +44,9 @@ CASES = {
     "sinks, window, grouped": Case(sinks=True, window=8, heads=8, q=F16, kv=F16),
     "latent": Case(latent=True, heads=20, kv_heads=1, k_dim=48, v_dim=32),
     "latent, rank of no power of two": Case(latent=True, heads=4, kv_heads=1, k_dim=72, v_dim=40),
-    "latent 512 + 64": Case(latent=True, heads=16, kv_heads=1, k_dim=576, v_dim=512, lens=(0, 1, 40), q=BF16, kv=BF16),
+    "latent 512 + 64": Case(
+        latent=True, heads=16, kv_heads=1, k_dim=576, v_dim=512, lens=(0, 1, 40), q=BF16, kv=BF16
+    ),
     "latent int8": Case(latent=True, heads=4, kv_heads=1, k_dim=48, v_dim=32, kv=INT8),
     "latent fp8, splits": Case(
         latent=True, heads=4, kv_heads=1, k_dim=48, v_dim=32, kv=FP8, num_splits=2, lens=(3, 300)
@@ -63,7 +66,7 @@ CASES = {
     ),
     "some pages int8, latent": Case(small=INT8, latent=True, heads=4, kv_heads=1, k_dim=48, v_dim=32),
     "loud": Case(loud=300.0, num_splits=2, lens=(0, 1, 150, 290), k_dim=16, v_dim=16),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,5 +1,6 @@
 """Case 37: a pool of more than 2**31 elements."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from kernel_cases import interpreted, quiet  # noqa: E402
+from kernel_cases import interpreted, quiet
 
 pytestmark = [interpreted, *quiet]
 SCRIPT = Path(__file__).with_name("huge_pool.py")
@@ -23,6 +24,4 @@ def test_f37_offsets_are_64_bit():
 
 def test_f37_a_32_bit_offset_is_noticed():
     done = subprocess.run([sys.executable, SCRIPT, "narrow"], capture_output=True, text=True, timeout=200)
-    assert done.returncode != 0
-    assert "every page was where it should be" not in done.stdout
-    assert "InvalidArgument" not in done.stderr
+    assert done.returncode == -signal.SIGSEGV or "not close" in done.stderr, done.stderr

@@ -6,7 +6,6 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from kernel_cases import get, interpreted, page_major, put, quantised, quiet  # noqa: E402
-
 from kvalloc.kernels.copy import copy_pages, gather_pages, scatter_pages  # noqa: E402
 from kvalloc.kernels.quantise import convert_pages  # noqa: E402
 from kvalloc.kernels.write import write_kv  # noqa: E402
@@ -25,7 +24,7 @@ def tokens(n, heads, dim, seed=0, dtype=F32):
     return (3 * torch.randn(n, heads, dim, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
-# -- write -----------------------------------------------------------------------------------------------------
+# -- write ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page_tokens", [16, 32])
@@ -52,7 +51,13 @@ def test_write(new, stored, heads, k_dim, v_dim, page_tokens):
     slots[-1] = -1
     write_kv(k, v, pages.k, pages.v, slots, pages.k_scale, pages.v_scale)
     live = slots[:-1]
-    put(expected, live // page_tokens, live % page_tokens, k[:-1].float(), None if v is None else v[:-1].float())
+    put(
+        expected,
+        live // page_tokens,
+        live % page_tokens,
+        k[:-1].float(),
+        None if v is None else v[:-1].float(),
+    )
     if stored == BF16 and new == F32:  # the interpreter truncates here
         for got, want in zip(pages[:2], expected[:2], strict=True):
             torch.testing.assert_close(got, want, rtol=2**-7, atol=0, equal_nan=True)
@@ -91,7 +96,9 @@ def test_fp8_rounds_as_torch_does():
     values = ALL_E4M3[:127]
     middles = (values[1:] + values[:-1]) / 2
     edges = torch.cat([values, middles, torch.nextafter(middles, torch.tensor(0.0))])
-    edges = torch.cat([edges, torch.nextafter(middles, torch.tensor(1e9)), torch.tensor([449.0, 1e30, torch.inf])])
+    edges = torch.cat(
+        [edges, torch.nextafter(middles, torch.tensor(1e9)), torch.tensor([449.0, 1e30, torch.inf])]
+    )
     edges = torch.cat([edges, -edges, torch.tensor([torch.nan])])
     edges = torch.nn.functional.pad(edges, (0, -len(edges) % 16)).view(-1, 1, 16)
     pages, _ = page_major(FP8, 2 + len(edges) // 16, 16, 1, 16, 0)
@@ -122,7 +129,7 @@ def test_int8_of_odd_values():
     assert torch.equal(pages.k[1, :1], quantised(rows[:1])[0])
 
 
-# -- copies ----------------------------------------------------------------------------------------------------
+# -- copies --------------------------------------------------------------------------------------------------
 
 
 def rows_of(frames, size, seed=0):
@@ -174,11 +181,13 @@ def test_no_pages():
     assert torch.equal(pages, before)
 
 
-# -- whole pages into another class ----------------------------------------------------------------------------
+# -- whole pages into another class --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("small", [FP8, INT8])
-@pytest.mark.parametrize(("big", "heads", "k_dim", "v_dim"), [(F32, 2, 32, 32), (F16, 3, 24, 16), (BF16, 1, 48, 0)])
+@pytest.mark.parametrize(
+    ("big", "heads", "k_dim", "v_dim"), [(F32, 2, 32, 32), (F16, 3, 24, 16), (BF16, 1, 48, 0)]
+)
 def test_quantise_and_back(big, small, heads, k_dim, v_dim):
     source, _ = page_major(big, 5, 16, heads, k_dim, v_dim)
     k, v = tokens(32, heads, k_dim, 1), tokens(32, heads, v_dim, 2)
