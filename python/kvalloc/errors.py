@@ -8,6 +8,7 @@ __all__ = [
     "KvallocError",
     "OutOfPages",
     "PinError",
+    "PlanError",
     "SequenceBusy",
     "SpecError",
     "StaleReference",
@@ -121,6 +122,25 @@ class WrongPool(KvallocError, ValueError):  # noqa: N818 - named for what it is
 
 class PinError(KvallocError, RuntimeError):
     """A pin over its owner's budget, of pages that are not published, or one that has ended already."""
+
+
+class PlanError(KvallocError, RuntimeError):
+    """A plan that can't be built, that has ended, or bytes that are no plan. Nothing was changed.
+
+    Attributes
+    ----------
+    plan : int or None
+        Its number, where it has one.
+    state : str or None
+        How it ended before: ``"committed"``, ``"aborted"`` or ``"expired"``.
+    asked, shortfall : int
+        Bytes that were asked for, and how many of them can't be had; 0 where that is not the reason.
+    """
+
+    plan: int | None = None
+    state: str | None = None
+    asked: int = 0
+    shortfall: int = 0
 
 
 class InUse(KvallocError, RuntimeError):  # noqa: N818 - named for what it is

@@ -7,7 +7,7 @@
 //! | a page word is in one of the states of word/page.rs | each page |
 //! | a live page lies in an allocated frame, alone, and its id is taken; a free page's id is free | each page, frame map |
 //! | an INDEXED page is listed under its key; its parent lives, is INDEXED and counts it | each page |
-//! | free + held + cached + pinned + leaving + in limbo = capacity, in bytes, per tier | sum over pages against the arena |
+//! | free + held + cached + pinned + leaving + in limbo + claimed by open plans = capacity, in bytes, per tier | sum over pages against the arena |
 //! | held, cached and pinned units of each tenant equal the sums over its pages | ledger |
 //! | a page is pinned as often as the listed pins say | each page, pin list |
 //! | promised + stock + those = charged; nothing was given back twice | ledger, arenas, slots |
@@ -56,7 +56,7 @@ pub struct Balance {
     pub cached: u64,
     /// In pages kept by a pin alone.
     pub pinned: u64,
-    /// On their way: pages being evicted or freed, frames that readers may still see.
+    /// On their way: pages being evicted or freed, frames that readers may still see, destinations of open plans.
     pub in_flight: u64,
 }
 
@@ -149,7 +149,10 @@ impl<'a> Audit<'a> {
                         .sizes()
                         .iter()
                         .zip(0..)
-                        .map(|(bytes, size)| pool.quiescence.frames(tier, SizeId(size)) * bytes)
+                        .zip(pool.plans.frames(pool, tier))
+                        .map(|((bytes, size), claimed)| {
+                            (pool.quiescence.frames(tier, SizeId(size)) + claimed) * bytes
+                        })
                         .sum(),
                     ..Balance::default()
                 }

@@ -98,6 +98,11 @@ impl Pool {
         expired.len()
     }
 
+    /// End what keeps pages and whose time is over: pins, and the leases of plans. How many.
+    pub(crate) fn expire(&self) -> usize {
+        self.expire_pins() + self.expire_plans()
+    }
+
     /// The pins, of one owner or of all.
     pub fn pins(&self, owner: Option<TenantId>) -> Vec<Pin> {
         self.expire_pins();
@@ -254,7 +259,7 @@ impl Pool {
     /// The clock is the system's.
     pub fn advance(&self, ms: u64) -> Result<u64, Error> {
         let now = self.clock.advance(ms).map_err(|e| Error::Argument(e.to_string()))?;
-        self.expire_pins();
+        self.expire();
         Ok(now)
     }
 

@@ -322,7 +322,7 @@ impl Pool {
     }
 
     /// A page that is LEAVING, never had a key (or lost it) and was counted as held.
-    fn free_leaving(&self, lane: Lane, id: PageId) {
+    pub(crate) fn free_leaving(&self, lane: Lane, id: PageId) {
         let (location, payer) = (self.pages.location(id), self.pages.payer(id));
         let tier = location.tier().unwrap_or(Tier::Device);
         let class = self.classes[location.class().as_usize()];

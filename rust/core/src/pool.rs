@@ -32,6 +32,7 @@ use crate::{
     life::News,
     page::{MAX_TENANTS, Pages},
     pins::Pins,
+    plan::Plans,
     spec::{ArenaLayout, GroupKind, Spec},
     stats::{Counter, Stats, TenantCounter},
     sync::{Atom, AtomicU32, AtomicU64, Words, pause},
@@ -97,6 +98,7 @@ pub struct Pool {
     pub(crate) stats: Stats,
     pub(crate) clock: Clock,
     pub(crate) pins: Pins,
+    pub(crate) plans: Plans,
     pub(crate) quiescence: Quiescence,
     pub(crate) compare_tokens: bool,
     /// Bumped when the weights change; part of every root key.
@@ -242,6 +244,7 @@ impl Pool {
             stats: Stats::new(max_tenants),
             clock: if options.manual_clock { Clock::manual() } else { Clock::system() },
             pins: Pins::new(),
+            plans: Plans::new().map_err(|e| argument(&e))?,
             quiescence: Quiescence::new(&arenas),
             compare_tokens: options.compare_tokens,
             weights_epoch: AtomicU64::new(0),
@@ -373,7 +376,7 @@ impl Pool {
         let mut patience = PATIENCE;
         loop {
             let Err(refused) = attempt() else { return Ok(()) };
-            if self.expire_pins() > 0 {
+            if self.expire() > 0 {
                 continue;
             }
             if refused.why != ledger::Why::Limit {
@@ -515,7 +518,7 @@ impl Pool {
         got += self.claim_free(lane, size, n.saturating_sub(got), scratch);
         while got < n {
             let evicted = self.evict(lane, payer, n - got, size, scratch);
-            if evicted == 0 && self.quiescence.drain(&self.arenas) == 0 && self.expire_pins() == 0 {
+            if evicted == 0 && self.quiescence.drain(&self.arenas) == 0 && self.expire() == 0 {
                 // With one size of frames the ledger's word is enough, so others have what is missing in hand.
                 patience -= 1;
                 if patience == 0 || self.spec.sizes().len() > 1 || !self.quiescence.is_empty() {

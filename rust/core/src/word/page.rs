@@ -395,9 +395,17 @@ impl std::fmt::Debug for PageWord {
 /// | 32-39 | page class |
 /// | 40-41 | tier |
 /// | 42 | set in every location, so that 0 is "nowhere" |
+/// | 43 | `OPEN`: it stands in a row of a batch, whose steps write into this frame until the page is published |
+/// | 44 | `OUTSIDE`: an engine with tables of its own was told this frame, and uses it while it holds the page |
+///
+/// Both belong to the frame and not to the page: a move stores a location without them, by compare-exchange on the one
+/// it began with. So whoever sets one before that keeps the page where it is, and whoever comes after sees the new frame.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Location(pub u64);
+
+pub(crate) const OPEN: u64 = 1 << 43;
+pub(crate) const OUTSIDE: u64 = 1 << 44;
 
 impl Location {
     /// Nowhere: the page is free.
@@ -418,10 +426,25 @@ impl Location {
     pub const fn class(self) -> ClassId {
         ClassId((self.0 >> 32) as u8)
     }
+    /// A place that is written to by steps.
+    #[inline]
+    pub const fn open(self) -> Self {
+        Self(self.0 | OPEN)
+    }
+    /// Whether steps write to it.
+    #[inline]
+    pub const fn is_open(self) -> bool {
+        self.0 & OPEN != 0
+    }
+    /// Whether an engine with tables of its own was told it.
+    #[inline]
+    pub const fn is_outside(self) -> bool {
+        self.0 & OUTSIDE != 0
+    }
     /// The tier, `None` for [`Self::NOWHERE`].
     #[inline]
     pub const fn tier(self) -> Option<Tier> {
-        match self.0 >> 40 {
+        match self.0 >> 40 & 7 {
             4 => Some(Tier::Device),
             5 => Some(Tier::Host),
             _ => None,
@@ -432,7 +455,11 @@ impl Location {
 impl std::fmt::Debug for Location {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.tier() {
-            Some(tier) => write!(f, "{tier:?}:{}:{}", self.class(), self.frame()),
+            Some(tier) => {
+                write!(f, "{tier:?}:{}:{}", self.class(), self.frame())?;
+                f.write_str(if self.is_open() { " open" } else { "" })?;
+                f.write_str(if self.is_outside() { " outside" } else { "" })
+            }
             None => f.write_str("nowhere"),
         }
     }
