@@ -6,6 +6,7 @@ __all__ = [
     "InUse",
     "InvalidArgument",
     "KvallocError",
+    "OutOfMemory",
     "OutOfPages",
     "PinError",
     "PlanError",
@@ -71,6 +72,19 @@ class OutOfPages(KvallocError, MemoryError):  # noqa: N818 - named for what it i
     why: str = ""
     tenant: str = ""
     level: str | None = None
+
+
+class OutOfMemory(KvallocError, MemoryError):  # noqa: N818 - named for what it is
+    """The machine has not the memory that a store needs for its pool. Nothing was taken.
+
+    Attributes
+    ----------
+    asked, room : int
+        Bytes asked for, and bytes there were.
+    """
+
+    asked: int = 0
+    room: int = 0
 
 
 class AdmissionRefused(OutOfPages):

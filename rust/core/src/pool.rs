@@ -305,6 +305,11 @@ impl Pool {
         &self.arenas[tier.as_usize()]
     }
 
+    /// Usable bytes of a tier's arena, those that are never given out included; 0 without a host tier.
+    pub fn arena_bytes(&self, tier: Tier) -> u64 {
+        self.layouts[tier.as_usize()].bytes
+    }
+
     pub(crate) fn is_state(&self, group: GroupId) -> bool {
         self.states & 1 << group.0 != 0
     }
