@@ -89,7 +89,7 @@ def quantised(values: Floats) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
         scale = np.minimum(np.abs(values).max(-1) / np.float32(127), np.float32(65504)).astype(np.float16)
     step = scale.astype(np.float32)[..., None]
     with np.errstate(invalid="ignore"):
-        values = np.divide(values, step, out=np.zeros_like(values), where=step != 0)
+        values = np.divide(values, step, out=np.zeros_like(values), where=step > 0)
     return np.clip(np.rint(values), -127, 127).astype(np.int8), scale
 
 
