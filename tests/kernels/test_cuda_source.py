@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kernels.cuda_on_cpu import COMPILER, CpuBackend
-from kernels.kv_formats import FLOAT8, Pages, attend, decode, encode
+from cuda_on_cpu import COMPILER, CpuBackend
+from kv_formats import FLOAT8, Pages, attend, decode, encode
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels import cuda
 
@@ -539,8 +539,8 @@ FAR = """
 import mmap, sys
 from pathlib import Path
 import numpy as np
-from kernels.cuda_on_cpu import CpuBackend
-from kernels.kv_formats import Pages, attend
+from cuda_on_cpu import CpuBackend
+from kv_formats import Pages, attend
 from kvalloc.kernels import cuda
 
 backend = CpuBackend(Path(sys.argv[1]))
@@ -578,8 +578,14 @@ def test_pools_beyond_2_31_elements(built, narrow):
     change = (
         ["return f * frame + t * token", "return (int)f * (int)frame + t * token"] if narrow else ["", ""]
     )
-    tests = str(Path(__file__).parents[1])
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {tests!r})\n{FAR}", str(built), *change]
+    support = str(Path(__file__).parents[1] / "support")
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.insert(0, {support!r})\n{FAR}",
+        str(built),
+        *change,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if narrow:
         assert done.returncode == -signal.SIGSEGV, done.stderr
