@@ -8,7 +8,7 @@
 //! | a live page lies in an allocated frame, alone, and its id is taken; a free page's id is free | each page, frame map |
 //! | an INDEXED page is listed under its key; its parent lives, is INDEXED and counts it | each page |
 //! | free + held + cached + pinned + leaving + in limbo + claimed by open plans = capacity, in bytes, per tier | sum over pages against the arena |
-//! | held, cached and pinned units of each tenant equal the sums over its pages | ledger |
+//! | held, cached and pinned units of each tenant equal the sums over its pages, and over the places in another tier that open plans have claimed | ledger |
 //! | a page is pinned as often as the listed pins say | each page, pin list |
 //! | promised + stock + those = charged; nothing was given back twice | ledger, arenas, slots |
 //!
@@ -26,6 +26,7 @@ mod tests;
 
 use crate::{
     page::Link,
+    plan::Move,
     pool::Pool,
     sync::{Atom, pause},
     word::{
@@ -137,7 +138,7 @@ impl<'a> Audit<'a> {
             arena.sizes().iter().map(|size| vec![0; (bytes / size) as usize / 64 + 1]).collect()
         });
         let tenants = pool.ledger.top() as usize + 1;
-        Self {
+        let mut audit = Self {
             pool,
             findings: Vec::new(),
             balance: Tier::ALL.map(|tier| {
@@ -149,10 +150,7 @@ impl<'a> Audit<'a> {
                         .sizes()
                         .iter()
                         .zip(0..)
-                        .zip(pool.plans.frames(pool, tier))
-                        .map(|((bytes, size), claimed)| {
-                            (pool.quiescence.frames(tier, SizeId(size)) + claimed) * bytes
-                        })
+                        .map(|(bytes, size)| pool.quiescence.frames(tier, SizeId(size)) * bytes)
                         .sum(),
                     ..Balance::default()
                 }
@@ -161,6 +159,19 @@ impl<'a> Audit<'a> {
             seen: maps,
             children: vec![0; pool.pages.len() as usize],
             pages: 0,
+        };
+        pool.plans.each_claimed(|m| audit.count_claimed(m));
+        audit
+    }
+
+    /// A place that a plan has claimed for a page; one in another tier than the page's is charged already.
+    fn count_claimed(&mut self, m: &Move) {
+        let (Some(tier), class) = (m.to.tier(), self.pool.classes[m.to.class().as_usize()]) else { return };
+        self.balance[tier.as_usize()].in_flight += self.pool.bytes(class.units);
+        if m.from.tier() != m.to.tier()
+            && let Some(sums) = self.tenants[tier.as_usize()].get_mut(m.payer.as_usize())
+        {
+            sums.held += u64::from(class.units);
         }
     }
 

@@ -42,6 +42,7 @@ pub mod page;
 pub mod pins;
 pub mod plan;
 pub mod pool;
+pub mod preempt;
 mod prefix;
 pub mod sequence;
 pub mod spec;

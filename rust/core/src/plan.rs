@@ -48,8 +48,8 @@ use crate::{
     stats::Counter,
     sync::Atom,
     word::{
-        Lane, PageRef, TenantId, Tier,
-        page::Location,
+        Lane, PageRef, TenantId, Tier, Units,
+        page::{Location, PageWord},
         plan::{MAX_MOVES, State},
     },
 };
@@ -148,6 +148,17 @@ pub struct Victim {
     pub bytes: u64,
     /// Tokens that have to be computed again, or are lost.
     pub tokens: u32,
+    /// The row that was taken from it; `None`: it stood in no batch.
+    pub row: Option<TakenRow>,
+}
+
+/// A row that a sequence was taken out of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TakenRow {
+    /// Its number.
+    pub row: u32,
+    /// The row that moved into its place.
+    pub moved: Option<u32>,
 }
 
 /// Bytes that come back, by the step of the ladder that they come from.
@@ -427,21 +438,33 @@ impl Pool {
     }
 
     /// End a lease: with `commit` the page lies at its destination from now on, else the destination goes back. Whether it
-    /// was moved.
-    fn end_move(&self, lane: Lane, m: &Move, commit: bool) -> bool {
-        debug_assert!(m.from.tier() == m.to.tier() && m.from.class() == m.to.class());
-        let tier = m.to.tier().unwrap_or(Tier::Device);
-        let size = self.classes[m.to.class().as_usize()].size;
-        let moved = commit && self.pages.swap_location(m.page.id, m.from, m.to).is_ok();
-        if moved {
-            self.quiescence.retire(tier, size, m.from.frame());
+    /// was moved. A move to another tier was charged there when it was built, and is no longer charged where it was.
+    pub(crate) fn end_move(&self, lane: Lane, m: &Move, commit: bool) -> bool {
+        debug_assert!(m.from.class() == m.to.class());
+        let crosses = m.from.tier() != m.to.tier();
+        let class = self.classes[m.to.class().as_usize()];
+        let moved = match (crosses, commit) {
+            (true, true) => self.land(lane, m.page, m.from, m.to),
+            (true, false) => {
+                self.stay(lane, m.page);
+                false
+            }
+            (false, _) => commit && self.pages.swap_location(m.page.id, m.from, m.to).is_ok(),
+        };
+        let left = if moved { m.from } else { m.to };
+        let tier = left.tier().unwrap_or(Tier::Device);
+        if moved && tier == Tier::Device {
+            // Steps that are not committed may still show it.
+            self.quiescence.retire(tier, class.size, left.frame());
             self.moves.plus(1);
         } else {
-            // It was claimed for this move.
-            let _ = self.arena(tier).release(size, m.to.frame());
+            // It was claimed for this page, or for its move.
+            let _ = self.arena(tier).release(class.size, left.frame());
         }
-        if let Ok(true) = self.pages.transit_with(m.page.id, |w| w.unlease(m.page.generation)) {
-            self.free_leaving(lane, m.page.id);
+        if crosses {
+            self.ledger.discharge(tier, m.payer, lane, Units(class.units));
+        } else {
+            self.end_lease(lane, m.page, PageWord::is_away);
         }
         moved
     }

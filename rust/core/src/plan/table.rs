@@ -16,12 +16,12 @@ use std::{
     sync::{Arc, TryLockError},
 };
 
-use super::{Ending, Fault, Plan, PlanId};
+use super::{Ending, Fault, Move, Plan, PlanId};
 use crate::{
     pool::Pool,
     sync::{Atom, AtomicU64, Mutex, MutexGuard, lock},
     word::{
-        SizeId, TIERS, Tier,
+        TIERS,
         plan::{MAX_MOVES, PlanWord, State},
     },
 };
@@ -228,19 +228,17 @@ impl Plans {
         self.show_deadline(&table);
     }
 
-    /// Frames of a tier, by size, that open plans have claimed and no page lies in: allocated, and on their way.
-    pub(crate) fn frames(&self, pool: &Pool, tier: Tier) -> Vec<u64> {
-        let mut frames = vec![0; pool.arena(tier).sizes().len()];
+    /// Moves of open plans that nobody has taken: their destinations are allocated, and no page lies there.
+    pub(crate) fn each_claimed(&self, mut f: impl FnMut(&Move)) {
         for (_, entry) in self.lock().open.values() {
             // (Of what was taken and has not ended, an audit under load may count too much.)
-            for m in &entry.plan().moves[entry.word().taken() as usize..] {
-                if m.to.tier() == Some(tier) {
-                    let SizeId(size) = pool.classes[m.to.class().as_usize()].size;
-                    frames[usize::from(size)] += 1;
-                }
-            }
+            entry.plan().moves[entry.word().taken() as usize..].iter().for_each(&mut f);
         }
-        frames
+    }
+
+    /// Bytes a second between the tiers; 0: not known.
+    pub(crate) fn host_bandwidth(&self) -> u64 {
+        self.bandwidths[1].get()
     }
 
     /// Under the mutex, so that it follows the table.

@@ -200,7 +200,10 @@ fn traveller() -> Plan {
     let at = |frame| Location::new(Tier::Device, crate::word::ClassId(1), FrameId(frame));
     let page = PageRef::from_bits(7 << 32 | 5);
     let m = Move { page, from: at(3), to: at(u32::MAX), payer: TenantId(9) };
-    let victim = Victim { sequence: 3, tenant: TenantId(1), fate: Fate::Swapped, bytes: 1 << 40, tokens: 12 };
+    let row = Some(TakenRow { row: 0, moved: Some(9) });
+    let victim =
+        Victim { sequence: 3, tenant: TenantId(1), fate: Fate::Swapped, bytes: 1 << 40, tokens: 12, row };
+    let other = Victim { row: Some(TakenRow { row: 4, moved: None }), ..victim };
     let rungs = Rungs { free: 1, offload: 2, compress: 3, evict: 4 };
     Plan {
         id: PlanId(4),
@@ -209,7 +212,7 @@ fn traveller() -> Plan {
         rungs,
         copy_ns: Some(5),
         moves: vec![m; 3],
-        victims: vec![victim; 2],
+        victims: vec![victim, other, Victim { row: None, ..victim }],
         ..Plan::new(Kind::Suspend, TenantId(2), 99)
     }
 }

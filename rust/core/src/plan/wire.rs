@@ -7,13 +7,13 @@ use std::hash::Hasher;
 
 use siphasher::sip::SipHasher13;
 
-use super::{Fate, Fault, Kind, Move, Plan, PlanId, Rungs, Victim};
+use super::{Fate, Fault, Kind, Move, Plan, PlanId, Rungs, TakenRow, Victim};
 use crate::word::{PageRef, TenantId, page::Location};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"kvplan\0\x01");
 const WORDS: usize = 20;
 const MOVE: usize = 4;
-const VICTIM: usize = 5;
+const VICTIM: usize = 6;
 const UNKNOWN: u64 = u64::MAX;
 
 fn checksum(bytes: &[u8]) -> u64 {
@@ -51,7 +51,10 @@ impl Plan {
             words.extend([m.page.to_bits(), m.from.0, m.to.0, m.payer.0.into()]);
         }
         for v in &self.victims {
-            words.extend([v.sequence, v.tenant.0.into(), v.fate as u64, v.bytes, v.tokens.into()]);
+            let row = v.row.map_or(0, |TakenRow { row, moved }| {
+                (u64::from(row) + 1) | (moved.map_or(0, |moved| u64::from(moved) + 1) << 32)
+            });
+            words.extend([v.sequence, v.tenant.0.into(), v.fate as u64, v.bytes, v.tokens.into(), row]);
         }
         let mut bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
         bytes.extend(checksum(&bytes).to_le_bytes());
@@ -68,7 +71,7 @@ impl Plan {
         if !rest.is_empty() || words.len() < WORDS {
             return Err(Fault::Altered("too few of them, or a broken word at the end"));
         }
-        if words[0] & (1 << 56) - 1 != MAGIC & (1 << 56) - 1 {
+        if words[0] & ((1 << 56) - 1) != MAGIC & ((1 << 56) - 1) {
             return Err(Fault::Altered("they don't begin as one"));
         }
         if words[0] != MAGIC {
@@ -106,6 +109,9 @@ impl Plan {
                 fate: *fate.ok_or(Fault::Altered("nobody knows what becomes of a sequence"))?,
                 bytes: w[3],
                 tokens: short(w[4])?,
+                row: (w[5] as u32)
+                    .checked_sub(1)
+                    .map(|row| TakenRow { row, moved: ((w[5] >> 32) as u32).checked_sub(1) }),
             })
         };
         let kind = usize::try_from(words[3]).ok().and_then(|kind| Kind::ALL.get(kind));

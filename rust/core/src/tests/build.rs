@@ -9,7 +9,7 @@ use crate::{
     ledger::{Policy, ROOT},
     pool::{Options, Pool},
     spec::{Dtype, GroupKind, GroupSpec, Layout, Spec},
-    word::{TenantId, Units},
+    word::{TenantId, Tier, Units},
 };
 
 /// Tokens of a page.
@@ -80,6 +80,13 @@ pub(crate) fn pool(spec: Spec, pages: u64) -> Arc<Pool> {
     Arc::new(Pool::new(spec, &options).expect("a pool"))
 }
 
+/// The same with a host tier of about `host` of the largest pages.
+pub(crate) fn host_pool(spec: Spec, pages: u64, host: u64) -> Arc<Pool> {
+    let host_bytes = if host == 0 { 0 } else { options(&spec, host).device_bytes };
+    let options = Options { host_bytes, ..options(&spec, pages) };
+    Arc::new(Pool::new(spec, &options).expect("a pool"))
+}
+
 pub(crate) fn tenant(pool: &Pool, parent: TenantId, name: &str, policy: &Policy) -> TenantId {
     pool.ledger().create(parent, name, policy).expect("a tenant")
 }
@@ -105,18 +112,20 @@ pub(crate) fn green(pool: &Pool) {
 /// Nothing is held, pinned or promised, and after a reset every byte is free.
 #[track_caller]
 pub(crate) fn empty(pool: &Pool) {
-    use crate::word::Tier;
     green(pool);
-    let balance = pool.audit().balance[0];
-    assert_eq!((balance.held, balance.pinned), (0, 0), "{balance:?}");
+    for balance in pool.audit().balance {
+        assert_eq!((balance.held, balance.pinned), (0, 0), "{balance:?}");
+    }
     for tenant in pool.ledger().ids() {
         assert_eq!(pool.ledger().usage(Tier::Device, tenant).promised, Units(0));
     }
     pool.reset_prefix_cache().expect("nothing is held");
     pool.quiescence.drain(&pool.arenas);
     green(pool);
-    let balance = pool.audit().balance[0];
-    assert_eq!((balance.cached, balance.free), (0, balance.capacity));
-    pool.ledger().drain(Tier::Device);
-    assert_eq!(pool.ledger().usage(Tier::Device, ROOT).subtree, Units(0));
+    for tier in Tier::ALL {
+        let balance = pool.audit().balance[tier.as_usize()];
+        assert_eq!((balance.cached, balance.free), (0, balance.capacity), "{tier:?}");
+        pool.ledger().drain(tier);
+        assert_eq!(pool.ledger().usage(tier, ROOT).subtree, Units(0), "{tier:?}");
+    }
 }

@@ -83,7 +83,7 @@ impl PlanWord {
         let left = len - self.taken();
         let state = if n >= left { State::Committed } else { State::Open };
         let n = if n < left { n } else { left };
-        Some(Self(self.0 + n as u64 | (state as u64) << STATE_SHIFT))
+        Some(Self((self.0 + n as u64) | ((state as u64) << STATE_SHIFT)))
     }
 
     /// Nobody takes any more: what was not taken is the caller's to undo.
