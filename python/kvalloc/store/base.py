@@ -106,6 +106,12 @@ class Store(Protocol):
     def copy(self, copies: NDArray[np.int32]) -> None:
         """Copy pages: `Step.copies`."""
 
+    def read_pages(self, cls: int, frames: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Copy pages to ordinary memory."""
+
+    def write_pages(self, cls: int, frames: NDArray[np.int32], content: NDArray[np.uint8]) -> None:
+        """Copy pages from ordinary memory."""
+
     def close(self) -> None:
         """Give the memory back."""
 
@@ -338,6 +344,81 @@ class BaseStore(ABC, Generic[A]):
         if self.spec.layout != "page_major":
             raise InvalidArgument("with layout='layer_major' a page is not one run of bytes; use page_parts")
         return parts[0]
+
+    # -- pages from and to ordinary memory -------------------------------------------------------------------
+
+    @abstractmethod
+    def _to_host(self, pages: A) -> NDArray[np.uint8]:
+        """The same bytes in ordinary memory."""
+
+    @abstractmethod
+    def _from_host(self, pages: NDArray[np.uint8]) -> A:
+        """The same bytes where the arena lies."""
+
+    def read_pages(self, cls: int, frames: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Copy pages to ordinary memory.
+
+        Parameters
+        ----------
+        cls : int
+            Index in ``spec.classes``.
+        frames : int32 [n]
+            Frames of the class.
+
+        Returns
+        -------
+        uint8 [n, page_bytes]
+            Whatever the layout, layer by layer: a page of one store is a page of another with this spec.
+
+        Raises
+        ------
+        InvalidArgument
+            No such class or frame.
+        ClosedError
+        """
+        parts = self.page_parts(cls)
+        at = self._checked_frames(cls, frames)
+        return np.concatenate([self._to_host(part[at]) for part in parts], axis=1)  # type: ignore[index]
+
+    def write_pages(self, cls: int, frames: NDArray[np.int32], content: NDArray[np.uint8]) -> None:
+        """Copy pages from ordinary memory.
+
+        Parameters
+        ----------
+        cls : int
+            Index in ``spec.classes``.
+        frames : int32 [n]
+            Frames of the class.
+        content : uint8 [n, page_bytes]
+            What `read_pages` returned, of this store or another with its spec.
+
+        Raises
+        ------
+        InvalidArgument
+            No such class or frame, or content of another shape or dtype.
+        ClosedError
+        """
+        parts = self.page_parts(cls)
+        at, size = self._checked_frames(cls, frames), self.classes[cls].page_bytes
+        if content.shape != (len(at), size) or content.dtype != np.uint8:
+            raise InvalidArgument(
+                f"content is {content.dtype} {content.shape}; "
+                f"it must be uint8 {(len(at), size)}: frames, page bytes"
+            )
+        step = size // len(parts)
+        for n, part in enumerate(parts):
+            piece = np.ascontiguousarray(content[:, n * step : (n + 1) * step])
+            part[at] = self._from_host(piece)  # type: ignore[index]
+
+    def _checked_frames(self, cls: int, frames: NDArray[np.int32]) -> NDArray[np.int64]:
+        at, count = np.asarray(frames), self.classes[cls].frames
+        if at.ndim != 1 or not np.issubdtype(at.dtype, np.integer):
+            raise InvalidArgument(f"frames must be int32 [n], not {at.dtype} {at.shape}")
+        if len(at) and not (at.min() > 0 and at.max() < count):
+            raise InvalidArgument(
+                f"frames {at.min()} to {at.max()}: class {cls} has frames 1 to {count - 1} (0 is padding)"
+            )
+        return at.astype(np.int64)
 
     # -- checks ----------------------------------------------------------------------------------------------
 

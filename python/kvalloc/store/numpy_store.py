@@ -292,6 +292,12 @@ class NumpyStore(BaseStore[Array]):
         keys, *values = (np.concatenate(parts)[:length] for parts in zip(*read, strict=True))
         return keys, values[0] if values else keys[..., :v_dim]
 
+    def _to_host(self, pages: Array) -> NDArray[np.uint8]:
+        return pages
+
+    def _from_host(self, pages: NDArray[np.uint8]) -> Array:
+        return pages
+
     def copy(self, copies: NDArray[np.int32]) -> None:
         """Copy pages, as a step asks before its kernels run.
 

@@ -209,6 +209,12 @@ class TorchStore(BaseStore[torch.Tensor]):
             plan, q, view, small, self._staging, scale=factor, v_dim=shape.v_dim, soft_cap=cap, sinks=sinks
         )
 
+    def _to_host(self, pages: torch.Tensor) -> NDArray[np.uint8]:
+        return pages.cpu().numpy()
+
+    def _from_host(self, pages: NDArray[np.uint8]) -> torch.Tensor:
+        return torch.from_numpy(pages).to(self.device)
+
     @torch.no_grad()
     def copy(self, copies: NDArray[np.int32]) -> None:
         """Copy pages, as a step asks before its kernels run.
