@@ -6,7 +6,6 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 import kvalloc  # noqa: E402
-from kernel_cases import Case, compiled, interpreted, page_major, quiet  # noqa: E402
 from kvalloc.kernels import check  # noqa: E402
 from kvalloc.kernels.copy import copy_pages, gather_pages, scatter_pages  # noqa: E402
 from kvalloc.kernels.decode import MAX_SPLITS, Pages, choose_splits, choose_tiles, paged_decode  # noqa: E402
@@ -14,6 +13,7 @@ from kvalloc.kernels.device import Card  # noqa: E402
 from kvalloc.kernels.quantise import convert_pages  # noqa: E402
 from kvalloc.kernels.values import split_dim  # noqa: E402
 from kvalloc.kernels.write import write_kv  # noqa: E402
+from triton_cases import Case, compiled, interpreted, page_major, quiet  # noqa: E402
 
 pytestmark = quiet
 

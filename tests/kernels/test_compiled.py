@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-import kernel_cases
+import triton_cases
 from ahead_of_time import CARDS, LAUNCHES, compiled
 
-pytestmark = [kernel_cases.compiled, *kernel_cases.quiet]
+pytestmark = [triton_cases.compiled, *triton_cases.quiet]
 
 # The most registers a thread may have. 168: three programs of 128 threads on a multiprocessor.
 REGISTERS = {

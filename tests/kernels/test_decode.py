@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kernel_cases import Case, interpreted, quiet  # noqa: E402
 from kvalloc.kernels.decode import paged_decode  # noqa: E402
+from triton_cases import Case, interpreted, quiet  # noqa: E402
 
 pytestmark = [interpreted, *quiet]
 
@@ -79,7 +79,7 @@ def test_result_goes_where_it_is_wanted():
     wide = torch.full((len(case.lens), case.heads, 2 * case.v_dim), 7.0)
     out = wide[..., : case.v_dim]
     assert paged_decode(*case.args, **case.kwargs, out=out) is out
-    torch.testing.assert_close(out.double(), case.expected(), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(out, case.expected(), rtol=2e-5, atol=2e-5)
     assert (wide[..., case.v_dim :] == 7).all()
 
 
@@ -89,13 +89,13 @@ def test_queries_may_be_a_strided_view():
     fused = torch.randn(q.shape[0], 3 * q.shape[1], q.shape[2])
     fused[:, : q.shape[1]] = q
     out = paged_decode(fused[:, : q.shape[1]], *rest, **case.kwargs)
-    torch.testing.assert_close(out.double(), case.expected(), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(out, case.expected(), rtol=2e-5, atol=2e-5)
 
 
 def test_nan_of_a_live_token_is_not_hidden():
     case = Case(lens=(20, 20)).build()
-    entry, within = case.rows[0]
-    case.main.v[entry[3], within[3], 0, 0] = float("nan")
+    _, _, v, table, _ = case.args
+    v[table[0, 0], 3, 0, 0] = float("nan")
     out = paged_decode(*case.args, **case.kwargs)
     assert out[0, :2, 0].isnan().all()
     assert not out[1].isnan().any()

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from kernel_cases import interpreted, quiet
+from triton_cases import interpreted, quiet
 
 pytestmark = [interpreted, *quiet]
 SCRIPT = Path(__file__).with_name("huge_pool.py")

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kernel_cases import Case, interpreted, quiet  # noqa: E402
 from kvalloc.kernels import decode  # noqa: E402
+from triton_cases import Case, interpreted, quiet  # noqa: E402
 
 pytestmark = [interpreted, *quiet, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # they overflow
 

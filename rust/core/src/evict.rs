@@ -257,6 +257,27 @@ impl Orders {
         self.take(pages, tenant, None)
     }
 
+    /// Take the pages that are off the device, held by nobody and continued by nothing out of a tenant's order, wherever
+    /// they stand: each is LEAVING, and the caller's. The others keep their places. One round.
+    pub(crate) fn drain_away(&self, pages: &Pages, tenant: TenantId, mut each: impl FnMut(PageId)) {
+        let Queued { new, proven } = self.queued(tenant);
+        for (half, n) in [(Half::New, new), (Half::Proven, proven)] {
+            for _ in 0..n {
+                let Some((id, node)) = self.queue(tenant, half).pop(pages) else { break };
+                // Nobody comes by such a page any more, so it gains no child.
+                let word = pages.read(id);
+                let lost = word.is_away() && word.is_cached() && pages.children(id) == 0;
+                if lost && pages.transit(id, |w| w.evict()).is_ok() {
+                    self.word(tenant, COUNTS).minus(half.count());
+                    set_spare(pages, id, &node);
+                    each(id);
+                } else {
+                    self.queue(tenant, half).push(pages, id, node);
+                }
+            }
+        }
+    }
+
     fn take(&self, pages: &Pages, tenant: TenantId, now: Option<u64>) -> Option<PageId> {
         let mut queued = self.queued(tenant);
         let all = 2 * (u64::from(queued.new) + u64::from(queued.proven)) + u64::from(BLOCKED);

@@ -17,9 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernel_cases import page_major
 from kvalloc.kernels import copy, decode, quantise, write
 from kvalloc.kernels.device import Card
+from triton_cases import page_major
 
 CARDS = {80: Card(80, 108, 163 << 10), 90: Card(90, 132, 227 << 10), 100: Card(100, 148, 227 << 10)}
 POINTERS = {
