@@ -88,10 +88,6 @@ def copy_pages(
     InvalidArgument
         If a number is out of range or a destination stands for two things: always for lists and host arrays,
         in debug mode (`kvalloc.kernels.check`) for tensors on the device. Nothing was copied.
-
-    Examples
-    --------
-    >>> copy_pages(store.page_bytes_view(0), [3, 4], [7, 9])  # doctest: +SKIP
     """
     card_of(pages)
     words = _words("pages", pages)

@@ -282,7 +282,8 @@ def choose_splits(programs: int, max_len: int, mean_len: float, tokens: int, sms
 
     Examples
     --------
-    >>> [choose_splits(n * 8, 32_768, 32_768, 64, sms=132) for n in (1, 16, 128)]  # doctest: +SKIP
+    >>> from kvalloc.kernels.decode import choose_splits
+    >>> [choose_splits(n * 8, 32_768, 32_768, 64, sms=132) for n in (1, 16, 128)]
     [64, 5, 1]
     """
     stretch = max(2 * tokens, math.ceil(programs * mean_len / (4 * sms)))
@@ -366,10 +367,6 @@ def paged_decode(
     InvalidArgument
         If tensors don't fit each other; in debug mode (`kvalloc.kernels.check`) also for page numbers out of
         range.
-
-    Examples
-    --------
-    >>> out = paged_decode(q, k, v, table, lens, scale=128**-0.5)  # doctest: +SKIP
     """
     card = card_of(q)
     main = Pages(k, v, k_scale, v_scale)

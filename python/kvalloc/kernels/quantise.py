@@ -68,10 +68,6 @@ def convert_pages(
     InvalidArgument
         If the classes don't fit each other, or a frame number is out of range: always for lists and host
         arrays, in debug mode (`kvalloc.kernels.check`) for tensors on the device. Nothing was written.
-
-    Examples
-    --------
-    >>> convert_pages(store.views(0), [3, 4], store.views(0, small=True), [7, 9])  # doctest: +SKIP
     """
     card_of(source.k)
     check.shape("source.k", source.k, ["frames", "page_tokens", "kv_heads", "k_dim"])

@@ -58,7 +58,8 @@ def split_dim(dim: int, first: int | None = None) -> tuple[int, int, int, int]:
 
     Examples
     --------
-    >>> [split_dim(dim) for dim in (128, 576, 96, 8)]  # doctest: +SKIP
+    >>> from kvalloc.kernels.values import split_dim
+    >>> [split_dim(dim) for dim in (128, 576, 96, 8)]
     [(128, 0, 128, 0), (512, 64, 512, 64), (64, 32, 64, 32), (8, 0, 16, 0)]
     """
     if first is None:
