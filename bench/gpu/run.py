@@ -1,4 +1,4 @@
-"""Time the Triton kernels on a card: decode, page copies, swapping, writing; each against what the card reaches.
+"""Time the Triton kernels on a card: decode, page copies, swapping, writing; each against the card.
 
 Figures are medians of device time between two events. Kernels run in a captured graph, so that the cost of
 launching from Python is not in them. Decode runs through eight layers with pages of their own, as a model
