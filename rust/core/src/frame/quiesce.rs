@@ -1,32 +1,39 @@
 //! Frames that a page moved away from, until no batch shows them any more.
 //!
 //! A batch writes frame numbers into arrays that kernels read later. When a page moves, its old frame may stand in such
-//! an array, so it goes to limbo and becomes free when every registered batch has taken a whole step since, or has
-//! nothing outstanding: then the batch's next step writes the new place.
+//! an array, so it goes to limbo and becomes free when every registered batch has looked at all its places anew since, and
+//! taken a step with them. What a page that moves holds does not change any more, so until then its old frame is as good
+//! as the new one, and a batch need not look at everything in one step.
 //!
 //! # Words
 //!
-//! `epoch`: how many frames were ever retired. A frame's stamp is the epoch its retirement made.
-//! Per batch two words in a cache line of their own. `shown`: 0 free, 1 registered and quiescent, else `epoch << 2 | 2`: it
-//! has something outstanding, and everything it shows was read when at least `epoch` frames had been retired; written by
-//! the batch alone. `gate`: where a step and a drain meet; only ever added to.
+//! `epoch`: how many frames were ever retired (and how often batches were to look all the same). A frame's stamp is the epoch its retirement made.
+//! Per batch one word in a cache line of its own: 0 free, else an epoch in bits 2-63 (everything in its arrays was read when
+//! at least so many frames had been retired) and in bits 0-1
+//!
+//! | bits | the batch | changed by |
+//! | --- | --- | --- |
+//! | `SHOWS` | has something outstanding, or is in a step | the batch alone |
+//! | `QUIET` | has nothing outstanding: its next step writes all its arrays, and may leave places as they are | the batch; a drain makes it STALE |
+//! | `STALE` | the same, and frames that its arrays may show were given away: the next step looks at every place | the batch |
 //!
 //! # Protocol
 //!
 //! - A move stores the new location, then retires the old frame: its stamp is drawn after the location was stored.
-//! - A step reads the epoch; coming out of quiescence it stores it as shown, then adds 1 to the gate. Then it reads locations.
-//!   At its end it stores the epoch it read first. A commit with nothing outstanding stores "quiescent".
-//! - A drain adds 0 to the gate of each batch, then reads what is shown. A frame is ripe when each batch is free, quiescent,
-//!   or at the frame's stamp or beyond.
+//! - A step reads the epoch, then makes a quiet batch show again by compare-exchange. If that finds it STALE, it stores the
+//!   epoch it has read, and looks at every place before its arrays are used. At its end it stores the epoch at which it
+//!   began to look at the places, once it has looked at all of them.
+//! - A drain reads the word of each batch, by a step that writes. A frame is ripe when each batch is free, or at the frame's
+//!   stamp or beyond. A drain in need makes quiet batches STALE, and takes what only they kept.
 //!
-//! Why a drain that reads "quiescent" may go on though the batch begins a step at that moment: of the two additions to the
-//! gate one comes first. If it is the step's, the drain reads what the step has stored before. If it is the drain's,
-//! the step takes over with its own what the drain knew, the new location included, and reads that.
+//! Why a drain that meets a quiet batch may go on though the batch begins a step at that moment: both write the word, so one
+//! comes first. If it is the batch, the drain finds that it shows. If it is the drain, the batch finds STALE, takes
+//! over what the drain knew, the new location included, and reads that.
 //!
-//! The batch's side is an addition and three stores per step. Limbo is a queue under a lock: plans take it, and a drain, which is called on
-//! the way of allocations, passes by if somebody has it.
+//! The batch's side is a compare-exchange and two stores per step. Limbo is a queue under a lock: plans take it, and a drain,
+//! which is called on the way of allocations, passes by if somebody has it.
 //!
-//! Callers: batch.rs (register, enter, step, quiesce, leave), plans (retire), pool.rs (drain).
+//! Callers: batch.rs (register, enter, step, quiesce, leave), plans (retire, drain), pool.rs (drain).
 
 use std::{array, collections::VecDeque};
 
@@ -36,10 +43,12 @@ use crate::{
     word::{FrameId, SizeId, TIERS, Tier},
 };
 
-const LINE: usize = if cfg!(any(kvalloc_loom, kvalloc_shuttle)) { 2 } else { 8 };
+const LINE: usize = if cfg!(any(kvalloc_loom, kvalloc_shuttle)) { 1 } else { 8 };
 const FREE: u64 = 0;
-const QUIET: u64 = 1;
-const SHOWS: u64 = 2;
+const SHOWS: u64 = 1;
+const QUIET: u64 = 2;
+const STALE: u64 = 3;
+const KIND: u64 = 3;
 
 /// Registered batches of a pool.
 #[cfg(not(any(kvalloc_loom, kvalloc_shuttle)))]
@@ -51,10 +60,14 @@ const BATCHES: usize = 2;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BatchSlot(u32);
 
-/// A step under way: what it reads from now on is no older than this.
+/// What a step finds at its beginning.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[must_use = "the step ends with `step`"]
-pub struct Entered(u64);
+pub struct Entered {
+    /// What is read from now on was so when at least so many frames had been retired.
+    pub epoch: u64,
+    /// Frames that the arrays may show were given away: every place has to be looked at in this step.
+    pub stale: bool,
+}
 
 /// A frame in limbo.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -99,22 +112,19 @@ impl Quiescence {
     fn shown(&self, slot: usize) -> &AtomicU64 {
         &self.batches[slot * LINE]
     }
-    #[inline]
-    fn gate(&self, slot: usize) -> &AtomicU64 {
-        &self.batches[slot * LINE + 1]
-    }
 
-    /// A place for a new batch, quiescent.
-    pub fn register(&self) -> Result<BatchSlot, FrameError> {
+    /// A place for a new batch, which is quiet, and the epoch from which on it looks at places.
+    pub fn register(&self) -> Result<(BatchSlot, u64), FrameError> {
         for slot in 0..BATCHES {
-            // Before the word, so that a drain that doesn't look here has read `high` before the first step.
+            // Before the word, so that a drain that doesn't look here has read `high` before the first look.
             let high = slot as u64 + 1;
             if self.shown(slot).peek() != FREE {
                 continue;
             }
             let _ = self.high.transit(|now| (now < high).then_some(high));
-            if self.shown(slot).cas(FREE, QUIET).is_ok() {
-                return Ok(BatchSlot(slot as u32));
+            let epoch = self.epoch.get();
+            if self.shown(slot).cas(FREE, epoch << 2 | QUIET).is_ok() {
+                return Ok((BatchSlot(slot as u32), epoch));
             }
         }
         Err(FrameError::TooManyBatches { max: BATCHES })
@@ -128,25 +138,31 @@ impl Quiescence {
     /// A step begins: to be called before it reads any location.
     #[inline]
     pub fn enter(&self, slot: BatchSlot) -> Entered {
-        let slot = slot.0 as usize;
         let epoch = self.epoch.get();
-        if self.shown(slot).peek() == QUIET {
-            self.shown(slot).put(epoch << 2 | SHOWS);
-            self.gate(slot).plus(1);
-        }
-        Entered(epoch)
+        let word = self.shown(slot.0 as usize);
+        let now = word.peek();
+        let stale = match now & KIND {
+            SHOWS => false,
+            QUIET if word.cas(now, now & !KIND | SHOWS).is_ok() => false,
+            _ => {
+                // A drain changes the word of a stale batch no more, but for writing it again.
+                word.exchange(epoch << 2 | SHOWS);
+                true
+            }
+        };
+        Entered { epoch, stale }
     }
 
-    /// The step has written its arrays: nothing older than its beginning is shown from now on.
+    /// The step has written its arrays: everything in them was read when at least `epoch` frames had been retired.
     #[inline]
-    pub fn step(&self, slot: BatchSlot, Entered(epoch): Entered) {
+    pub fn step(&self, slot: BatchSlot, epoch: u64) {
         self.shown(slot.0 as usize).put(epoch << 2 | SHOWS);
     }
 
-    /// A commit with nothing outstanding: the batch shows nothing until it enters again.
+    /// A commit with nothing outstanding: what the arrays show is read again by nobody before the next step.
     #[inline]
-    pub fn quiesce(&self, slot: BatchSlot) {
-        self.shown(slot.0 as usize).put(QUIET);
+    pub fn quiesce(&self, slot: BatchSlot, epoch: u64) {
+        self.shown(slot.0 as usize).put(epoch << 2 | QUIET);
     }
 
     /// A page has moved away from a frame: the frame waits here. To be called after the new location was stored.
@@ -159,13 +175,34 @@ impl Quiescence {
         self.waiting.plus(1);
     }
 
+    /// How many frames were ever retired.
+    pub fn epoch(&self) -> u64 {
+        self.epoch.get()
+    }
+
+    /// Have every batch look at its places anew, as after a move.
+    pub fn nudge(&self) {
+        self.epoch.plus(1);
+    }
+
     /// Release what nobody shows any more: how many frames. Never waits.
     pub fn drain(&self, arenas: &[Arena; TIERS]) -> usize {
+        self.drain_up_to(arenas, || self.ripe(|now| now))
+    }
+
+    /// As [`Self::drain`], and what stands only in arrays that nobody reads before the next step: that one then costs its
+    /// batch a look at every place.
+    pub fn drain_quiet(&self, arenas: &[Arena; TIERS]) -> usize {
+        let stale = |now: u64| if now & KIND == QUIET { now | STALE } else { now };
+        self.drain_up_to(arenas, || self.ripe(stale))
+    }
+
+    fn drain_up_to(&self, arenas: &[Arena; TIERS], ripe: impl FnOnce() -> u64) -> usize {
         if self.waiting.get() == 0 {
             return 0;
         }
         let Ok(mut limbo) = self.limbo.try_lock() else { return 0 };
-        let ripe = self.ripe();
+        let ripe = ripe();
         let mut n = 0;
         while let Some(&Retired { tier, size, frame, stamp }) = limbo.front() {
             if stamp > ripe {
@@ -181,14 +218,15 @@ impl Quiescence {
         n
     }
 
-    /// The stamp up to which frames are shown by nobody.
-    fn ripe(&self) -> u64 {
+    /// The stamp up to which frames are shown by nobody, once `mark` has been written to each batch's word.
+    fn ripe(&self, mark: impl Fn(u64) -> u64) -> u64 {
         let high = self.high.plus(0) as usize;
         (0..high)
             .map(|slot| {
-                self.gate(slot).plus(0);
-                match self.shown(slot).get() {
-                    FREE | QUIET => u64::MAX,
+                // Never refused: the closure always answers. Written even where it stays the same, see the head.
+                let (Ok(before) | Err(before)) = self.shown(slot).transit(|now| Some(mark(now)));
+                match mark(before) {
+                    word if word == FREE || word & KIND == STALE => u64::MAX,
                     word => word >> 2,
                 }
             })
