@@ -7,30 +7,30 @@
 //!
 //! # Words
 //!
-//! `epoch`: how many frames were ever retired (and how often batches were to look all the same). A frame's stamp is the epoch its retirement made.
-//! Per batch one word in a cache line of its own: 0 free, else an epoch in bits 2-63 (everything in its arrays was read when
-//! at least so many frames had been retired) and in bits 0-1
+//! `epoch`: how many frames were ever retired (and how often batches were to look all the same). A frame's stamp is the epoch
+//! its retirement made. Per batch three words in a cache line of their own:
 //!
-//! | bits | the batch | changed by |
+//! | word | content | written by |
 //! | --- | --- | --- |
-//! | `SHOWS` | has something outstanding, or is in a step | the batch alone |
-//! | `QUIET` | has nothing outstanding: its next step writes all its arrays, and may leave places as they are | the batch; a drain makes it STALE |
-//! | `STALE` | the same, and frames that its arrays may show were given away: the next step looks at every place | the batch |
+//! | `shown` | 0 free, else `epoch << 2`, everything in its arrays was read when at least so many frames had been retired; and SHOWS, or QUIET: nothing is outstanding, nobody reads the arrays before the next step | the batch |
+//! | `taken` | up to this stamp frames may have been given away that only this batch showed, while it was quiet | drains, upward |
+//! | `gate` | where a step and a drain meet; only ever added to | both |
 //!
 //! # Protocol
 //!
 //! - A move stores the new location, then retires the old frame: its stamp is drawn after the location was stored.
-//! - A step reads the epoch, then makes a quiet batch show again by compare-exchange. If that finds it STALE, it stores the
-//!   epoch it has read, and looks at every place before its arrays are used. At its end it stores the epoch at which it
-//!   began to look at the places, once it has looked at all of them.
-//! - A drain reads the word of each batch, by a step that writes. A frame is ripe when each batch is free, or at the frame's
-//!   stamp or beyond. A drain in need makes quiet batches STALE, and takes what only they kept.
+//! - A step of a quiet batch stores that it shows, adds 1 to the gate, then reads `taken`. If that is beyond what its arrays
+//!   say, it looks at every place before they are used. Else it looks at some, and stores the epoch at which it began once it
+//!   has looked at all.
+//! - A drain adds 0 to the gate of each batch, then reads what is shown. A frame is ripe when each batch is free, or at the
+//!   frame's stamp or beyond. A drain in need raises `taken` of each batch before that, and counts quiet ones as free.
 //!
-//! Why a drain that meets a quiet batch may go on though the batch begins a step at that moment: both write the word, so one
-//! comes first. If it is the batch, the drain finds that it shows. If it is the drain, the batch finds STALE, takes
-//! over what the drain knew, the new location included, and reads that.
+//! Why a drain in need that reads "quiet" may go on though the batch begins a step at that moment: of the two additions to
+//! the gate one comes first. If it is the step's, the drain reads that the batch shows. If it is the drain's, the step reads
+//! `taken`, and takes over what the drain knew, the new locations included. A batch that registers adds to the gate as well,
+//! before it reads its first location.
 //!
-//! The batch's side is a compare-exchange and two stores per step. Limbo is a queue under a lock: plans take it, and a drain,
+//! The batch's side is an addition and three stores per step. Limbo is a queue under a lock: plans take it, and a drain,
 //! which is called on the way of allocations, passes by if somebody has it.
 //!
 //! Callers: batch.rs (register, enter, step, quiesce, leave), plans (retire, drain), pool.rs (drain).
@@ -43,11 +43,10 @@ use crate::{
     word::{FrameId, SizeId, TIERS, Tier},
 };
 
-const LINE: usize = if cfg!(any(kvalloc_loom, kvalloc_shuttle)) { 1 } else { 8 };
+const LINE: usize = if cfg!(any(kvalloc_loom, kvalloc_shuttle)) { 3 } else { 8 };
 const FREE: u64 = 0;
 const SHOWS: u64 = 1;
 const QUIET: u64 = 2;
-const STALE: u64 = 3;
 const KIND: u64 = 3;
 
 /// Registered batches of a pool.
@@ -112,6 +111,14 @@ impl Quiescence {
     fn shown(&self, slot: usize) -> &AtomicU64 {
         &self.batches[slot * LINE]
     }
+    #[inline]
+    fn gate(&self, slot: usize) -> &AtomicU64 {
+        &self.batches[slot * LINE + 1]
+    }
+    #[inline]
+    fn taken(&self, slot: usize) -> &AtomicU64 {
+        &self.batches[slot * LINE + 2]
+    }
 
     /// A place for a new batch, which is quiet, and the epoch from which on it looks at places.
     pub fn register(&self) -> Result<(BatchSlot, u64), FrameError> {
@@ -124,6 +131,7 @@ impl Quiescence {
             let _ = self.high.transit(|now| (now < high).then_some(high));
             let epoch = self.epoch.get();
             if self.shown(slot).cas(FREE, epoch << 2 | QUIET).is_ok() {
+                self.gate(slot).plus(1);
                 return Ok((BatchSlot(slot as u32), epoch));
             }
         }
@@ -138,19 +146,17 @@ impl Quiescence {
     /// A step begins: to be called before it reads any location.
     #[inline]
     pub fn enter(&self, slot: BatchSlot) -> Entered {
-        let epoch = self.epoch.get();
-        let word = self.shown(slot.0 as usize);
+        let slot = slot.0 as usize;
+        let word = self.shown(slot);
         let now = word.peek();
-        let stale = match now & KIND {
-            SHOWS => false,
-            QUIET if word.cas(now, now & !KIND | SHOWS).is_ok() => false,
-            _ => {
-                // A drain changes the word of a stale batch no more, but for writing it again.
-                word.exchange(epoch << 2 | SHOWS);
-                true
-            }
-        };
-        Entered { epoch, stale }
+        let mut stale = false;
+        if now & KIND == QUIET {
+            word.put(now & !KIND | SHOWS);
+            self.gate(slot).plus(1);
+            stale = self.taken(slot).get() > now >> 2;
+        }
+        // After that: it is no less than what was taken.
+        Entered { epoch: self.epoch.get(), stale }
     }
 
     /// The step has written its arrays: everything in them was read when at least `epoch` frames had been retired.
@@ -187,22 +193,38 @@ impl Quiescence {
 
     /// Release what nobody shows any more: how many frames. Never waits.
     pub fn drain(&self, arenas: &[Arena; TIERS]) -> usize {
-        self.drain_up_to(arenas, || self.ripe(|now| now))
+        self.drain_up_to(arenas, |slot| {
+            self.gate(slot).plus(0);
+            match self.shown(slot).get() {
+                FREE => u64::MAX,
+                word => word >> 2,
+            }
+        })
     }
 
     /// As [`Self::drain`], and what stands only in arrays that nobody reads before the next step: that one then costs its
     /// batch a look at every place.
     pub fn drain_quiet(&self, arenas: &[Arena; TIERS]) -> usize {
-        let stale = |now: u64| if now & KIND == QUIET { now | STALE } else { now };
-        self.drain_up_to(arenas, || self.ripe(stale))
+        let epoch = self.epoch.get();
+        self.drain_up_to(arenas, |slot| {
+            let _ = self.taken(slot).transit(|taken| (taken < epoch).then_some(epoch));
+            self.gate(slot).plus(0);
+            match self.shown(slot).get() {
+                FREE => u64::MAX,
+                word if word & KIND == QUIET => (word >> 2).max(epoch),
+                word => word >> 2,
+            }
+        })
     }
 
-    fn drain_up_to(&self, arenas: &[Arena; TIERS], ripe: impl FnOnce() -> u64) -> usize {
+    /// `shown`: up to which stamp frames are not shown by a batch.
+    fn drain_up_to(&self, arenas: &[Arena; TIERS], shown: impl FnMut(usize) -> u64) -> usize {
         if self.waiting.get() == 0 {
             return 0;
         }
         let Ok(mut limbo) = self.limbo.try_lock() else { return 0 };
-        let ripe = ripe();
+        let high = self.high.plus(0) as usize;
+        let ripe = (0..high).map(shown).min().unwrap_or(u64::MAX);
         let mut n = 0;
         while let Some(&Retired { tier, size, frame, stamp }) = limbo.front() {
             if stamp > ripe {
@@ -216,22 +238,6 @@ impl Quiescence {
         }
         self.waiting.minus(n as u64);
         n
-    }
-
-    /// The stamp up to which frames are shown by nobody, once `mark` has been written to each batch's word.
-    fn ripe(&self, mark: impl Fn(u64) -> u64) -> u64 {
-        let high = self.high.plus(0) as usize;
-        (0..high)
-            .map(|slot| {
-                // Never refused: the closure always answers. Written even where it stays the same, see the head.
-                let (Ok(before) | Err(before)) = self.shown(slot).transit(|now| Some(mark(now)));
-                match mark(before) {
-                    word if word == FREE || word & KIND == STALE => u64::MAX,
-                    word => word >> 2,
-                }
-            })
-            .min()
-            .unwrap_or(u64::MAX)
     }
 
     /// Frames of a tier and size in limbo: allocated, belonging to no page.
