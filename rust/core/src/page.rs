@@ -29,7 +29,7 @@ use crate::{
     sync::{Atom, AtomicU64, Words},
     word::{
         PageId, PageRef, TenantId,
-        page::{Location, PageWord},
+        page::{Location, OPEN, OUTSIDE, PageWord},
     },
 };
 
@@ -180,6 +180,21 @@ impl Pages {
     /// Move: the new location, if the old one still holds.
     pub(crate) fn swap_location(&self, id: PageId, from: Location, to: Location) -> Result<(), Location> {
         self.at(id.as_usize(), LOCATION).cas(from.0, to.0).map(drop).map_err(Location)
+    }
+
+    /// Steps write to where it lies, so nobody else moves it.
+    pub(crate) fn set_open(&self, id: PageId) {
+        self.at(id.as_usize(), LOCATION).set(OPEN);
+    }
+    /// They don't any more. (A page that has gone meanwhile lies nowhere, and that stays so.)
+    pub(crate) fn clear_open(&self, id: PageId) {
+        if self.location(id).is_open() {
+            self.at(id.as_usize(), LOCATION).clear(OPEN);
+        }
+    }
+    /// An engine with tables of its own is told where it lies.
+    pub(crate) fn set_outside(&self, id: PageId) {
+        self.at(id.as_usize(), LOCATION).set(OUTSIDE);
     }
 
     #[inline]

@@ -151,7 +151,7 @@ def paged_attention(
     small : tuple, optional
         ``(k, v, k_scale, v_scale)`` of the compressed class, with the same page tokens and dimensions.
     max_query_len : int, optional
-        The most query tokens of a row. 1 saves a launch.
+        The most query tokens of a row, if known. 1 saves a launch: rows with more are then left at zero.
     out : array [tokens, heads, v_dim], optional
         Where to write, in q's dtype; made if not given. Rows of tokens beyond the last row are left as they
         are.
@@ -183,7 +183,7 @@ def paged_attention(
     )
     layouts, addresses = look(backend, *arrays)
     plan = _plan(backend.processors, *layouts, scale, window, chunk, soft_cap, v_dim)
-    frames, small_frames = k.shape[0], 0 if small is None else small[0].shape[0]
+    small_frames = 0 if small is None else small[0].shape[0]
     check.batch(
         backend,
         q.shape[0],
@@ -191,8 +191,8 @@ def paged_attention(
         seq_lens,
         query_start_loc,
         k.shape[1],
-        int(frames),
-        int(small_frames),
+        k.shape[0],
+        small_frames,
     )
     if out is None:
         out = backend.zeros(plan.out_shape, q.dtype)
@@ -202,7 +202,6 @@ def paged_attention(
     args = filled(plan.args, addresses)
     rows_start, sink = addresses[-3:-1]
     count, tiles, splits = plan.grid
-    partial = tops = None
     shares = [np.uint64(0), np.uint64(0)]
     if splits > 1:
         partial = backend.empty((count, q.shape[1], splits, plan.out_shape[2]), np.float32)
