@@ -1,6 +1,6 @@
 """How values are stored: fp8 (e4m3), and int8 with a float16 scale per token and KV head.
 
-In kernels an fp8 tensor shows either its own type, where the card converts it (8.9 and later), or its bits as
+In kernels an fp8 tensor shows either its own type, where the card converts it (9.0 and later), or its bits as
 uint8, which the functions here take apart; both give the same numbers. Values beyond 448 are stored as 448
 (e4m3 has no infinity), NaN stays NaN. An int8 scale is the largest magnitude of a token's head, over 127, as
 float16 (at most 65,504); NaN there makes the scale NaN, so that it is not hidden.
