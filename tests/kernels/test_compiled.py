@@ -24,7 +24,7 @@ REGISTERS = {
     "decode fp8": 240,
     "decode bf16 + int8": 240,
     "decode bf16 latent": 240,
-    "merge": 64,
+    "merge": 96,
     "write": 64,
     "quantise": 128,
     "dequantise": 128,

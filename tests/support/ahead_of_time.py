@@ -77,7 +77,8 @@ def _compile(launch, arch):
     signature, constants, attrs = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = given[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        plain = parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and not plain):
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
@@ -86,7 +87,7 @@ def _compile(launch, arch):
                 attrs[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not plain:
                 attrs[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32"

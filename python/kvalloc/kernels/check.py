@@ -39,10 +39,13 @@ def shape(name: str, tensor: torch.Tensor, dims: Sequence[int | str]) -> None:
     InvalidArgument
         If it differs.
     """
-    given = tuple(tensor.shape)
-    if len(given) != len(dims) or any(
-        isinstance(d, int) and d != g for d, g in zip(dims, given, strict=False)
-    ):
+    given = tensor.shape
+    fits = len(given) == len(dims)
+    if fits:
+        for want, size in zip(dims, given, strict=True):
+            if want != size and not isinstance(want, str):
+                fits = False
+    if not fits:
         raise InvalidArgument(f"{name}: must be [{', '.join(map(str, dims))}], got {list(given)}")
     if tensor.numel() and given[-1] > 1 and tensor.stride(-1) != 1:
         raise InvalidArgument(

@@ -64,7 +64,7 @@ def _copy(
     words = source.shape[1]
     if count and words:
         with current(source):
-            _copy_rows[(count, triton.cdiv(words, _BLOCK))](
+            _copy_rows[(count, -(-words // _BLOCK))](
                 source,
                 target,
                 source_rows,

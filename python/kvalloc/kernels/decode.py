@@ -13,6 +13,7 @@ Offsets are 64-bit: a page-major pool of an 8B model crosses 2**31 elements at p
 both masked: a page beyond the length, or of the other class, may hold anything, and NaN times zero is NaN.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ import triton.language as tl
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels import check
 from kvalloc.kernels.device import INTERPRETED, Card, card_of, current
-from kvalloc.kernels.values import check_scales, raw, split_dim, stored_values
+from kvalloc.kernels.values import check_scales, power_of_2, raw, split_dim, stored_values
 
 __all__ = ["MAX_SPLITS", "Pages", "choose_splits", "paged_decode"]
 
@@ -53,7 +54,8 @@ class Pages(NamedTuple):
 # -- kernels -------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+# Numbers that change from step to step are not specialised on: no step stops for the compiler.
+@triton.jit(do_not_specialize=["table_row", "slot0", "slots"])
 def _attend(
     q, k, v, k_scale, v_scale, table, lens, sinks, out, parts, logs,
     q_row, q_head, k_frame, k_token, k_head, v_frame, v_token, v_head,
@@ -184,7 +186,7 @@ def _attend(
         tl.store(parts + (slot * V)[:, None] + dv[None, :], acc, mask=written[:, None] & (dv < V)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _merge(
     parts, logs, sinks, out, slots, out_row, out_head,
     HEADS: tl.constexpr, V: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -225,6 +227,7 @@ class Tiles(NamedTuple):
     warps: int
 
 
+@functools.cache
 def choose_tiles(card: Card, group: int, k_dim: int, v_dim: int, itemsize: int) -> Tiles:
     """Choose the tile of a program: up to 36 KiB of K and V a stage, two programs a multiprocessor.
 
@@ -244,7 +247,7 @@ def choose_tiles(card: Card, group: int, k_dim: int, v_dim: int, itemsize: int) 
     Tiles
     """
     wide = k_dim > 256  # a latent: its accumulator leaves registers for one program a multiprocessor
-    heads = min(max(16, triton.next_power_of_2(group)), 32)
+    heads = min(max(16, power_of_2(group)), 32)
     row = (k_dim + v_dim) * itemsize
     # In registers 8-bit values are 16 bits wide.
     tokens = (36 << 10) // (row if wide else max(row, 2 * (k_dim + v_dim)))
@@ -395,7 +398,7 @@ def paged_decode(
 
     group = heads // kv_heads
     tiles = choose_tiles(card, group, k.shape[3], 0 if v is None else v_dim, k.element_size())
-    programs = rows * kv_heads * triton.cdiv(group, tiles.heads)
+    programs = rows * kv_heads * -(-group // tiles.heads)
     if num_splits is None:
         seen = min(capacity if max_len is None else max_len, window or chunk or capacity)
         mean = min(seen if mean_len is None else mean_len, seen)
@@ -416,10 +419,10 @@ def paged_decode(
                 soft_cap=soft_cap or 0.0, which=index + 1 if small else 0,
             )  # fmt: skip
         if not direct:
-            block_v = min(64, triton.next_power_of_2(v_dim))
-            _merge[(rows * heads, triton.cdiv(v_dim, block_v))](
+            block_v = min(64, power_of_2(v_dim))
+            _merge[(rows * heads, -(-v_dim // block_v))](
                 parts, logs, sinks, out, slots, out.stride(0), out.stride(1),
-                HEADS=heads, V=v_dim, BLOCK_S=triton.next_power_of_2(slots), BLOCK_V=block_v,
+                HEADS=heads, V=v_dim, BLOCK_S=MAX_SPLITS * len(classes), BLOCK_V=block_v,
             )  # fmt: skip
     return out
 
@@ -505,12 +508,12 @@ def _launch(
     group = q.shape[1] // kv_heads
     k1, k2, block_k1, block_k2 = split_dim(k_dim, v_dim if v is None else None)
     tiles = choose_tiles(card, group, k_dim, 0 if v is None else v_dim, k.element_size())
-    _attend[(q.shape[0] * kv_heads * triton.cdiv(group, tiles.heads), num_splits)](
+    _attend[(q.shape[0] * kv_heads * -(-group // tiles.heads), num_splits)](
         q, k, v, pages.k_scale, pages.v_scale, table, lens, sinks, out, parts, logs,
         *q.stride()[:2], *check.strides(k), *check.strides(v), *check.strides(pages.k_scale),
         *check.strides(pages.v_scale), table.stride(0), *out.stride()[:2], scale * LOG2_E, slot0, slots,
         PAGE_TOKENS=page_tokens, KV_HEADS=kv_heads, GROUP=group, K1=k1, K2=k2, V=v_dim, BLOCK_K1=block_k1,
-        BLOCK_K2=block_k2, BLOCK_V=block_k1 if v is None else max(16, triton.next_power_of_2(v_dim)),
+        BLOCK_K2=block_k2, BLOCK_V=block_k1 if v is None else max(16, power_of_2(v_dim)),
         BLOCK_H=tiles.heads, BLOCK_N=tiles.tokens, STAGES=tiles.stages, MIN_TILES=2, WINDOW=window,
         CHUNK=chunk, SOFT_CAP=soft_cap, CLASS=which, DIRECT=parts is None, MATH=_math(q.dtype, k.dtype),
         num_warps=tiles.warps,

@@ -10,7 +10,7 @@ from kvalloc.errors import InvalidArgument
 from kvalloc.kernels import check
 from kvalloc.kernels.decode import Pages
 from kvalloc.kernels.device import card_of, current
-from kvalloc.kernels.values import check_scales, raw, store_values, stored_values
+from kvalloc.kernels.values import check_scales, power_of_2, raw, store_values, stored_values
 
 if TYPE_CHECKING:
     from kvalloc.typing import Int32s
@@ -95,10 +95,10 @@ def convert_pages(
         return
     for _, old, new, old_scale, new_scale in planes:
         _, page_tokens, heads, dim = old.shape
-        block_d = triton.next_power_of_2(dim)
-        block = min(triton.next_power_of_2(page_tokens * heads), max(1, 4096 // block_d))
+        block_d = power_of_2(dim)
+        block = min(power_of_2(page_tokens * heads), max(1, 4096 // block_d))
         with current(old):
-            _convert[(len(from_rows), triton.cdiv(page_tokens * heads, block))](
+            _convert[(len(from_rows), -(-(page_tokens * heads) // block))](
                 raw(old), raw(new), old_scale, new_scale, from_rows, to_rows,
                 *check.strides(old), *check.strides(new),
                 *check.strides(old_scale), *check.strides(new_scale),
