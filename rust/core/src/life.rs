@@ -77,7 +77,7 @@ impl Pool {
         }
         let wanted =
             crate::index::Wanted { key: names.key, scope: payer, parent: names.parent, tokens: names.tokens };
-        let (twin, bucket) = self.index.lookup_to_insert(&self.pages, &wanted);
+        let (twin, gap) = self.index.lookup_to_insert(&self.pages, &wanted);
         let prefix = twin.map_or(page.to_bits(), |twin| twin.prefix);
         self.pages.set_names(id, names.key, link, prefix);
         if let Some(tokens) = names.tokens {
@@ -87,10 +87,10 @@ impl Pool {
             .pages
             .transit(id, |w| if w.generation() == page.generation { w.publish(proven) } else { None });
         debug_assert!(published.is_ok(), "{page:?} is held and named by the caller, and yet {published:?}");
-        if !self.index.insert_into_bucket(names.key, id, bucket) {
+        if !self.index.insert_into_gap(names.key, id, gap) {
             let _ = self.pages.transit(id, |w| w.unpublish());
             if let Some(parent) = parent {
-                self.lose_child(parent);
+                self.orders.lose_child(&self.pages, parent);
             }
             self.stats.count(lane, Counter::PublishRefused, 1);
             return None;
@@ -120,24 +120,18 @@ impl Pool {
         }
     }
 
-    /// One child of a page has left the index; with the last one the page itself can be evicted.
-    fn lose_child(&self, parent: PageRef) {
-        if self.pages.remove_child(parent.id) {
-            self.orders.unstick(self.pages.payer(parent.id));
-        }
-    }
-
-    /// Out of the index, so that nobody finds it any more; its parent has one child less. The caller owns the page:
-    /// it is LEAVING, or the caller alone holds it.
-    pub(crate) fn unindex(&self, id: PageId, group: GroupId) {
+    /// Out of the index, so that nobody finds it any more. The caller owns the page: it is LEAVING, or the caller alone holds
+    /// it. The answer is the page that it continued, which has one child less: the caller counts that.
+    pub(crate) fn unindex(&self, id: PageId, group: GroupId) -> Option<PageRef> {
         let key = self.pages.key(id);
         self.index.remove(key, id);
         if self.events.is_on() && !self.index.has_copy(&self.pages, id) {
             let tier = self.tier_of(id);
             self.events.publish(Event::Removed { key, group, tenant: self.pages.payer(id), tier });
         }
-        if let Link::Page(parent) = self.pages.link(id) {
-            self.lose_child(parent);
+        match self.pages.link(id) {
+            Link::Page(parent) => Some(parent),
+            Link::Digest(_) => None,
         }
     }
 
@@ -163,7 +157,9 @@ impl Pool {
             debug_assert!(again.is_ok(), "{page:?} is held by the caller and private, and yet {again:?}");
             return None;
         }
-        self.unindex(page.id, group);
+        if let Some(parent) = self.unindex(page.id, group) {
+            self.orders.lose_child(&self.pages, parent);
+        }
         // It will be published again, and who saw it under its old key must not take it for that: another life begins.
         // Not while a copy uses the frame: whoever ends the lease knows this life.
         let word = self.pages.transit(page.id, |w| w.renew()).ok()?;
@@ -250,11 +246,11 @@ impl Pool {
         if first == id || self.pages.children(id) > 0 || !self.index.has_copy(&self.pages, id) {
             return false;
         }
-        let taken = self.pages.transit(id, |w| w.evict()).is_ok();
-        if taken {
-            self.expel(id);
+        let Ok(word) = self.pages.transit(id, |w| w.evict()) else { return false };
+        if let Some(parent) = self.expel(id, word) {
+            self.orders.lose_child(&self.pages, parent);
         }
-        taken
+        true
     }
 
     /// One more reference on each page, by somebody who holds them (a fork). Stops at a page with too many references:

@@ -12,7 +12,7 @@
 //! | 4 | prefix: the identity of the content from the root to here ([`PageRef`] bits of the first page that had it) | the publisher |
 //! | 5 | payer (bits 0-23), protection (24-27), its expiry (28-39), children in the index (40-63) | taker; children by whoever publishes or evicts a child |
 //! | 6 | order node: next (evict.rs) | evict.rs |
-//! | 7 | order node: value (0-31), spare node of this page (32-63), XORed with the page's own index so that 0 is the start | evict.rs |
+//! | 7 | order node: value, XORed with the page's own index so that 0 is the start | evict.rs |
 //!
 //! Beside them the tokens of every published page, for the exact comparison on a hit: `page_tokens` ids of 32 bits, two
 //! to a word.

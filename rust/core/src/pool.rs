@@ -9,7 +9,7 @@
 //! | let go (no key) | page word LEAVING, id, frame, discharge | the same |
 //! | let go (has a key) | page word cached, held to cached in the ledger, eviction order | a cached page counted as held |
 //! | hit | cached to held in the ledger, page word held | the same |
-//! | evict | page word LEAVING, index, parent's child count, id, frame, cached bytes down | charged bytes without a page |
+//! | evict | page word LEAVING, index, id, frame, parent's child count, cached bytes down | charged bytes without a page |
 //! | publish | names and tokens, parent's child count, page word INDEXED, index | a page with a key that nobody finds yet |
 //!
 //! So charged bytes are never less than the bytes of allocated frames, and what is reclaimable is never promised twice.
@@ -632,16 +632,10 @@ impl Pool {
         last_resort: bool,
         wanted: &mut Option<(SizeId, &mut Scratch)>,
     ) -> (usize, u32) {
-        let now = self.ticks();
-        let next = || match last_resort {
-            false => self.orders.victim(&self.pages, tenant, now),
-            true => self.orders.drain_one(&self.pages, tenant),
-        };
-        let (mut pages, mut units) = (0, 0);
-        while pages < n
-            && let Some(id) = next()
-        {
-            let (class, location) = self.take_out(id);
+        let now = (!last_resort).then(|| self.ticks());
+        let mut units = 0;
+        let pages = self.orders.victims(&self.pages, tenant, now, n, |id, word| {
+            let (class, location, parent) = self.take_out(id, word);
             match wanted {
                 Some((size, scratch)) if class.size == *size && location.tier() == Some(Tier::Device) => {
                     scratch.ids.push(id);
@@ -649,9 +643,9 @@ impl Pool {
                 }
                 _ => self.free_place(id, class, location),
             }
-            pages += 1;
             units += class.units;
-        }
+            parent
+        });
         if pages > 0 {
             self.ledger.drop_cached(Tier::Device, tenant, Units(units));
             self.stats.count_for(tenant, TenantCounter::Evicted, pages as u64);
@@ -683,23 +677,24 @@ impl Pool {
         self.stats.count_for(refusal.tenant, TenantCounter::Refused, 1);
     }
 
-    /// Take a page that is LEAVING and was cached out of the books.
-    pub(crate) fn expel(&self, id: PageId) {
+    /// Take a page that is LEAVING and was cached out of the books: the page that it continued, whose child count is still
+    /// to be lowered.
+    pub(crate) fn expel(&self, id: PageId, word: PageWord) -> Option<PageRef> {
         let payer = self.pages.payer(id);
-        let (class, location) = self.take_out(id);
+        let (class, location, parent) = self.take_out(id, word);
         self.free_place(id, class, location);
         self.ledger.drop_cached(location.tier().unwrap_or(Tier::Device), payer, Units(class.units));
+        parent
     }
 
-    /// A LEAVING page out of the index and on to its next life; its id and frame are the caller's.
-    fn take_out(&self, id: PageId) -> (ClassInfo, Location) {
+    /// A LEAVING page out of the index and on to its next life; its id and frame are the caller's, and so is what is left
+    /// to do for the page that it continued.
+    fn take_out(&self, id: PageId, word: PageWord) -> (ClassInfo, Location, Option<PageRef>) {
         let location = self.pages.location(id);
         let class = self.classes[location.class().as_usize()];
-        if self.pages.read(id).is_indexed() {
-            self.unindex(id, class.group);
-        }
+        let parent = if word.is_indexed() { self.unindex(id, class.group) } else { None };
         self.retire(id);
-        (class, location)
+        (class, location, parent)
     }
 
     /// Id and frame of a page that has ended into the free sets.

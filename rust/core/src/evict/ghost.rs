@@ -9,7 +9,8 @@
 //! | 0 | the page was proven when it left |
 //! | 1-9 | fingerprint of tenant and key, never 0; 0: no entry |
 //!
-//! A fingerprint of nine bits is wrong once in a hundred: [`super::Orders::recall`] believes runs, not single pages.
+//! A fingerprint of nine bits is wrong once in a hundred: [`super::Orders::recall`] believes runs, not single pages. So a
+//! page is remembered with a plain store: of two that are written into one word at the same moment one may be lost.
 
 use crate::{
     sync::{Atom, Words},
@@ -51,9 +52,8 @@ impl Ghosts {
     /// Remember a page that leaves.
     pub(super) fn remember(&self, tenant: TenantId, key: u64, proven: bool) {
         let (at, entry) = self.place(tenant, key);
-        let entry = entry | u64::from(proven);
-        // Never refused: the closure always answers.
-        let _ = self.words[at].transit(|word| Some(word << ENTRY_BITS & USED | entry));
+        let word = &self.words[at];
+        word.put(word.peek() << ENTRY_BITS & USED | entry | u64::from(proven));
     }
 
     /// Whether a key is remembered, and whether its page was proven; it is forgotten with this.

@@ -69,7 +69,7 @@ fn release(pool: &Pool, page: PageRef) -> usize {
 
 /// Evict the page, if it can be.
 fn evict(pool: &Pool, tenant: TenantId) -> bool {
-    pool.orders.victim(&pool.pages, tenant, 0).map(|id| pool.expel(id)).is_some()
+    pool.orders.victims(&pool.pages, tenant, Some(0), 1, |id, word| pool.expel(id, word)) == 1
 }
 
 #[test]
