@@ -78,6 +78,8 @@ pub(crate) struct Seen {
     pub(crate) page: PageRef,
     /// The identity of its content.
     pub(crate) prefix: u64,
+    /// It continues the very page it had to, and not a copy of it.
+    pub(crate) exact: bool,
 }
 
 impl Seen {
@@ -92,36 +94,30 @@ impl Wanted<'_> {
     /// Whether page `id` is the wanted one (see the head of this file).
     #[inline]
     pub(crate) fn check(&self, pages: &Pages, id: PageId) -> Option<Seen> {
-        let word = pages.read(id);
-        let same = can_hit(word)
-            && pages.key(id) == self.key
-            && pages.payer(id) == self.scope
-            && self.continues(pages, pages.link(id))
-            && self.tokens.is_none_or(|tokens| pages.has_tokens(id, tokens));
-        if !same {
+        let line = pages.line(id);
+        let word = line.read();
+        if !can_hit(word) || line.key() != self.key || line.payer() != self.scope {
             return None;
         }
-        let seen = Seen { page: PageRef { id, generation: word.generation() }, prefix: pages.prefix(id) };
-        is_still(pages, seen.page).then_some(seen)
-    }
-
-    /// Whether a page that was found continues the wanted parent itself, and not a copy of it.
-    #[inline]
-    fn is_next(&self, pages: &Pages, seen: Seen) -> bool {
-        match (self.parent, pages.link(seen.page.id)) {
-            (Parent::Page { at, .. }, Link::Page(page)) => is_link_to(page, at),
-            _ => true,
+        let exact = self.continues(pages, line.link())?;
+        if self.tokens.is_some_and(|tokens| !pages.has_tokens(id, tokens)) {
+            return None;
         }
+        let page = PageRef { id, generation: word.generation() };
+        let seen = Seen { page, prefix: line.prefix(), exact };
+        is_life(line.read(), page).then_some(seen)
     }
 
+    /// Whether a page with this link continues the wanted parent: `Some(true)` if that itself, `Some(false)` if a copy of it.
     #[inline]
-    fn continues(&self, pages: &Pages, link: Link) -> bool {
+    fn continues(&self, pages: &Pages, link: Link) -> Option<bool> {
         match (self.parent, link) {
-            (Parent::Digest(wanted), Link::Digest(found)) => wanted == found,
-            (Parent::Page { at, prefix }, Link::Page(page)) => {
-                is_link_to(page, at) || current_prefix(pages, page) == Some(prefix)
+            (Parent::Digest(wanted), Link::Digest(found)) if wanted == found => Some(true),
+            (Parent::Page { at, .. }, Link::Page(page)) if is_link_to(page, at) => Some(true),
+            (Parent::Page { prefix, .. }, Link::Page(page)) => {
+                (current_prefix(pages, page) == Some(prefix)).then_some(false)
             }
-            _ => false,
+            _ => None,
         }
     }
 }
@@ -132,8 +128,7 @@ fn can_hit(word: PageWord) -> bool {
 }
 
 #[inline]
-fn is_still(pages: &Pages, page: PageRef) -> bool {
-    let word = pages.read(page.id);
+fn is_life(word: PageWord, page: PageRef) -> bool {
     can_hit(word) && word.generation() == page.generation
 }
 
@@ -188,6 +183,7 @@ pub(crate) struct Index {
 pub(crate) struct Gap {
     bucket: usize,
     slot: Option<u32>,
+    tag: u32,
 }
 
 /// The top bits of those halves of a word that are 0. (A half of 1 above one of 0 would look like one as well: an entry
@@ -309,7 +305,7 @@ impl Index {
         let mut copy = None;
         let exact = self.find(wanted.key, |id| {
             let seen = wanted.check(pages, id)?;
-            if wanted.is_next(pages, seen) {
+            if seen.exact {
                 return take(seen);
             }
             copy = copy.or(Some(seen));
@@ -353,8 +349,7 @@ impl Index {
         mut take: impl FnMut(Seen) -> Option<R>,
     ) -> Option<R> {
         let hint = hints.0[nth].checked_sub(1)?;
-        let first = wanted.check(pages, PageId(hint));
-        let first = first.filter(|&seen| wanted.is_next(pages, seen)).and_then(&mut take);
+        let first = wanted.check(pages, PageId(hint)).filter(|seen| seen.exact).and_then(&mut take);
         first.or_else(|| self.lookup(pages, wanted, take))
     }
 
@@ -366,24 +361,24 @@ impl Index {
             slots(self.same(bucket, place.tag))
                 .find_map(|slot| self.page_at(bucket, slot, place.tag).and_then(|id| wanted.check(pages, id)))
         });
-        (seen, self.roomier(place.buckets))
+        (seen, self.roomier(place))
     }
 
     /// List page `id` under `key`, in this gap if it is still one; `false`: there is no room in either bucket.
     pub(crate) fn insert_into_gap(&self, key: u64, id: PageId, gap: Gap) -> bool {
-        self.fill(gap, self.place(key).tag | (id.0 + 1)) || self.insert(key, id)
+        self.fill(gap, id) || self.insert(key, id)
     }
 
     /// List page `id` under `key`; `false`: there is no room.
     pub(crate) fn insert(&self, key: u64, id: PageId) -> bool {
         let place = self.place(key);
         loop {
-            let gap = self.roomier(place.buckets);
+            let gap = self.roomier(place);
             if gap.slot.is_none() {
                 self.refused.tally(1);
                 return false;
             }
-            if self.fill(gap, place.tag | (id.0 + 1)) {
+            if self.fill(gap, id) {
                 return true;
             }
         }
@@ -391,13 +386,14 @@ impl Index {
 
     /// The bucket with more room, and its first free slot.
     #[inline]
-    fn roomier(&self, [first, second]: [usize; 2]) -> Gap {
+    fn roomier(&self, Place { buckets: [first, second], tag }: Place) -> Gap {
         let (a, b) = (self.free(first), self.free(second));
         let (bucket, free) = if b.count_ones() > a.count_ones() { (second, b) } else { (first, a) };
-        Gap { bucket, slot: slots(free).next() }
+        Gap { bucket, slot: slots(free).next(), tag }
     }
 
-    fn fill(&self, Gap { bucket, slot }: Gap, entry: u32) -> bool {
+    fn fill(&self, Gap { bucket, slot, tag }: Gap, id: PageId) -> bool {
+        let entry = tag | (id.0 + 1);
         slot.is_some_and(|slot| {
             let shift = slot & 32;
             self.bucket(bucket)[slot as usize % 32]
@@ -440,7 +436,7 @@ impl Index {
                 && (pages.prefix(other) == prefix
                     || same_link(pages, link, pages.link(other)) && pages.same_tokens(id, other));
             let page = PageRef { id: other, generation: word.generation() };
-            (same && is_still(pages, page)).then_some(())
+            (same && is_life(pages.read(other), page)).then_some(())
         })
         .is_some()
     }

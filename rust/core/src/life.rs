@@ -13,7 +13,7 @@ use crate::{
     event::Event,
     index::{Parent, Seen},
     ledger::Refused,
-    page::Link,
+    page::{Line, Link},
     pool::{Pool, Scratch},
     stats::Counter,
     sync::Atom,
@@ -32,6 +32,10 @@ pub(crate) struct Names<'a> {
     pub(crate) parent: Parent,
     /// Its tokens; `None`: a key of the caller's.
     pub(crate) tokens: Option<&'a [u32]>,
+    /// Its parent counts it already.
+    pub(crate) counted: bool,
+    /// The caller is about to publish a page that continues it, and that page is to be counted already.
+    pub(crate) continued: bool,
 }
 
 /// What publishing some pages has to tell.
@@ -62,17 +66,29 @@ impl Pool {
         news: &mut News,
     ) -> Option<Seen> {
         let id = page.id;
-        let payer = self.pages.payer(id);
+        let line = self.pages.line(id);
+        let payer = line.payer();
         let (link, parent) = match names.parent {
             Parent::Page { at, .. } => (Link::Page(at), Some(at)),
             Parent::Digest(digest) => (Link::Digest(digest), None),
         };
+        let uncount = || {
+            if let Some(parent) = parent {
+                self.orders.lose_child(&self.pages, parent);
+            }
+        };
         // Another holder may be at it.
-        self.pages.transit(id, |w| w.name(page.generation)).ok()?;
+        if line.transit(|w| w.name(page.generation)).is_err() {
+            if names.counted {
+                uncount();
+            }
+            return None;
+        }
         if let Some(parent) = parent
+            && !names.counted
             && !self.pages.add_child(parent.id)
         {
-            let _ = self.pages.transit(id, |w| w.unname());
+            let _ = line.transit(|w| w.unname());
             return None;
         }
         let wanted =
@@ -83,15 +99,18 @@ impl Pool {
         if let Some(tokens) = names.tokens {
             self.pages.set_tokens(id, tokens);
         }
-        let published = self
-            .pages
-            .transit(id, |w| if w.generation() == page.generation { w.publish(proven) } else { None });
+        if names.continued {
+            self.pages.expect_child(id);
+        }
+        let published =
+            line.transit(|w| if w.generation() == page.generation { w.publish(proven) } else { None });
         debug_assert!(published.is_ok(), "{page:?} is held and named by the caller, and yet {published:?}");
         if !self.index.insert_into_gap(names.key, id, gap) {
-            let _ = self.pages.transit(id, |w| w.unpublish());
-            if let Some(parent) = parent {
-                self.orders.lose_child(&self.pages, parent);
+            let _ = line.transit(|w| w.unpublish());
+            if names.continued {
+                self.pages.remove_child(id);
             }
+            uncount();
             self.stats.count(lane, Counter::PublishRefused, 1);
             return None;
         }
@@ -107,7 +126,7 @@ impl Pool {
                 tier: Tier::Device,
             });
         }
-        Some(Seen { page, prefix })
+        Some(Seen { page, prefix, exact: true })
     }
 
     /// Tell what publishing did. The caller still holds the pages, so nobody hears of their end before.
@@ -169,32 +188,46 @@ impl Pool {
     /// Reference pages that were found, in order, until one is gone or may not be held: how many are now held.
     pub(crate) fn hold(&self, lane: Lane, found: &[PageRef]) -> (usize, Option<Refusal>) {
         let mut held = 0;
-        let mut refusal = None;
-        while held < found.len() && refusal.is_none() {
+        while held < found.len() {
             // A page in another life may be another tenant's, whose books this must not touch even for a moment.
             let payer_of = |page: &PageRef| {
-                let payer = self.pages.payer(page.id);
-                (self.pages.read(page.id).generation() == page.generation).then_some(payer)
+                let line = self.pages.line(page.id);
+                let payer = line.payer();
+                (line.read().generation() == page.generation).then_some(payer)
             };
             let Some(payer) = payer_of(&found[held]) else { break };
             let run = found[held..].iter().take_while(|page| payer_of(page) == Some(payer)).count();
-            let (n, refused) = self.hold_run(payer, &found[held..held + run]);
+            let (n, refusal) = self.hold_of(lane, payer, &found[held..held + run]);
             held += n;
-            refusal = refused.map(|r| self.refusal(r));
-            if n < run {
-                break;
+            if n < run || refusal.is_some() {
+                return (held, refusal);
             }
         }
-        if refusal.is_some() {
+        (held, None)
+    }
+
+    /// [`Self::hold`] of pages that were found as those of one payer.
+    pub(crate) fn hold_of(&self, lane: Lane, payer: TenantId, found: &[PageRef]) -> (usize, Option<Refusal>) {
+        let (held, refused) = self.hold_run(payer, found);
+        if refused.is_some() {
             self.stats.count(lane, Counter::LookupsStopped, 1);
         }
-        (held, refusal)
+        (held, refused.map(|r| self.refusal(r)))
     }
 
     fn hold_run(&self, payer: TenantId, run: &[PageRef]) -> (usize, Option<Refused>) {
         let tier = Tier::Device;
-        let predicted =
-            run.iter().filter(|p| self.pages.read(p.id).is_cached()).map(|p| self.units_of(p.id)).sum();
+        let units_of = |line: Line<'_>| self.classes[line.location().class().as_usize()].units;
+        let predicted = run
+            .iter()
+            .map(|page| self.pages.line(page.id))
+            .zip(run)
+            .filter(|(line, page)| {
+                let word = line.read();
+                word.is_cached() && word.generation() == page.generation
+            })
+            .map(|(line, _)| units_of(line))
+            .sum();
         // What does not fit in bulk is asked for page by page.
         let mut credit = match predicted {
             0 => 0,
@@ -203,9 +236,10 @@ impl Pool {
         };
         let (mut unpinned, mut n, mut refused) = (0, 0, None);
         'pages: for page in run {
-            let units = self.units_of(page.id);
+            let line = self.pages.line(page.id);
+            let units = units_of(line);
             loop {
-                let shared = self.pages.transit_with(page.id, |w| {
+                let shared = line.transit_with(|w| {
                     if w.is_cached() && credit < units { None } else { w.share(page.generation) }
                 });
                 match shared {

@@ -107,7 +107,7 @@ impl Cache {
         self.pages.set_tokens(page.id, tokens);
         let _ = self.pages.transit(page.id, |w| w.publish(proven));
         self.index.insert(key, page.id);
-        Seen { page, prefix: page.to_bits() }
+        Seen { page, prefix: page.to_bits(), exact: true }
     }
 
     /// Let a sequence's pages go, the last first.
@@ -259,7 +259,7 @@ pub fn rooms(pages: u32) -> Vec<(&'static str, f64)> {
                 let Some(page) = cache.take() else { continue };
                 cache.pages.set_names(page.id, u64::from(page.id.0), Link::Digest(1), 0);
                 let _ = cache.pages.transit(page.id, |w| w.publish(false));
-                held.push(Seen { page, prefix: 0 });
+                held.push(Seen { page, prefix: 0, exact: true });
             }
             cache.release(&held);
         }

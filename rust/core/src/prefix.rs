@@ -241,19 +241,23 @@ impl Pool {
             let hints = self.index.probe(&self.pages, &keys[..some as usize]);
             found.clear();
             for (nth, page) in (start..start + some).enumerate() {
-                let scope = scope_at(ranges, prompt.tenant, page_tokens, page);
-                let parent = self.anchor_parent(prompt, chain, page);
-                let wanted = self.wanted(prompt, chain, scope, group, page, parent);
-                match self.index.lookup_probed(&self.pages, &hints, nth, &wanted, Some) {
-                    Some(seen) => {
-                        chain.seen.push(seen);
-                        found.push(seen.page);
-                        self.follow_back(lane, chain, chain.seen.len() - 1, start as usize, &mut found);
-                    }
-                    None => break,
+                let wanted = Wanted {
+                    key: keys[nth],
+                    scope: scope_at(ranges, prompt.tenant, page_tokens, page),
+                    parent: self.anchor_parent(prompt, chain, page),
+                    tokens: self.compare_tokens.then(|| self.page_of(prompt.tokens, page)),
+                };
+                let Some(seen) = self.index.lookup_probed(&self.pages, &hints, nth, &wanted, Some) else { break };
+                chain.seen.push(seen);
+                found.push(seen.page);
+                if !seen.exact {
+                    self.follow_back(lane, chain, chain.seen.len() - 1, start as usize, &mut found);
                 }
             }
-            let (held, refusal) = self.hold(lane, &found);
+            let (held, refusal) = match ranges.is_empty() {
+                true => self.hold_of(lane, prompt.tenant, &found),
+                false => self.hold(lane, &found),
+            };
             chain.seen.truncate(start as usize + held);
             if held == some as usize {
                 continue;

@@ -45,7 +45,13 @@ fn pool() -> (Arc<Pool>, TenantId, PageRef) {
     let mut pages = Vec::new();
     let taken = pool.take(LANE, tenant, G, 1, &mut 0, &mut pages, &mut Scratch::default());
     taken.expect("it is free");
-    let names = Names { key: 7, parent: Parent::Digest(1), tokens: Some(&[1, 2]) };
+    let names = Names {
+        key: 7,
+        parent: Parent::Digest(1),
+        tokens: Some(&[1, 2]),
+        counted: false,
+        continued: false,
+    };
     pool.publish(LANE, pages[0], G, &names, false, &mut News::default()).expect("there is room");
     (Arc::new(pool), tenant, pages[0])
 }
