@@ -91,11 +91,11 @@ impl Body {
         let room =
             (tokens.len() + max_new.min(MOST_ROOM) as usize).div_ceil(pool.spec.page_tokens() as usize);
         tokens.reserve(max_new.min(MOST_ROOM) as usize);
-        let tables = hit.tables.into_iter().enumerate().map(|(g, (start, live))| {
+        let tables = hit.tables.into_iter().enumerate().map(|(g, (start, mut pages))| {
             let start = if pool.is_state(GroupId(g as u8)) { 0 } else { start };
             let dead = PageRef::from_bits(0);
-            let mut pages = Vec::with_capacity(room.max(start as usize + live.len()));
-            pages.extend(std::iter::repeat_n(dead, start as usize).chain(live));
+            pages.splice(..0, std::iter::repeat_n(dead, start as usize));
+            pages.reserve(room.saturating_sub(pages.len()));
             Table { start, pages }
         });
         Self {
