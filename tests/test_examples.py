@@ -20,15 +20,22 @@ import kvalloc
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+OPTIONAL = {"cupy", "torch", "transformers", "triton"}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def documented_objects():
     """Yield (name, docstring) for each public object, native ones too, which doctest does not look into."""
     found = [module.name for module in pkgutil.walk_packages(kvalloc.__path__, "kvalloc.")]
-    modules = [kvalloc, *(importlib.import_module(name) for name in found if not name.endswith("__main__"))]
+    names = ["kvalloc", *(name for name in found if not name.endswith("__main__"))]
     seen = set()
-    for module in modules:
+    for name in names:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] not in OPTIONAL:
+                raise
+            continue  # an extra that is not installed
         yield module.__name__, module.__doc__
         for name, value in vars(module).items():
             home = getattr(value, "__module__", None) or ""

@@ -21,6 +21,8 @@ True
 """
 
 import os as _os
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from kvalloc import models
 from kvalloc._core import (
@@ -47,8 +49,10 @@ from kvalloc.errors import (
     InUse,
     InvalidArgument,
     KvallocError,
+    OutOfMemory,
     OutOfPages,
     PinError,
+    PlanError,
     SequenceBusy,
     SpecError,
     StaleReference,
@@ -59,6 +63,10 @@ from kvalloc.errors import (
 from kvalloc.layers import ArenaLayout, LayerGroup, PageClass
 from kvalloc.sizes import format_bytes, parse_bytes
 from kvalloc.spec import KVSpec
+
+if _TYPE_CHECKING:
+    from kvalloc.store.numpy_store import NumpyStore
+    from kvalloc.store.torch_store import TorchStore
 
 __all__ = [
     "Admission",
@@ -74,11 +82,14 @@ __all__ = [
     "KVSpec",
     "KvallocError",
     "LayerGroup",
+    "NumpyStore",
+    "OutOfMemory",
     "OutOfPages",
     "PageClass",
     "Pages",
     "Pin",
     "PinError",
+    "PlanError",
     "Pool",
     "Refusal",
     "Sequence",
@@ -89,6 +100,7 @@ __all__ = [
     "Step",
     "Tenant",
     "TenantError",
+    "TorchStore",
     "UnknownTenant",
     "Usage",
     "WrongPool",
@@ -100,3 +112,15 @@ __all__ = [
 
 # The books of a pool belong to the process that made it; a child refuses to use its copy of them.
 _os.register_at_fork(after_in_child=_forked)
+
+# Imported when they are asked for: two of them need libraries that are optional.
+_STORES = {
+    "NumpyStore": "kvalloc.store.numpy_store",
+    "TorchStore": "kvalloc.store.torch_store",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _STORES:
+        return getattr(_import_module(_STORES[name]), name)
+    raise AttributeError(f"module 'kvalloc' has no attribute {name!r}")

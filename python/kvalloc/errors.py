@@ -6,8 +6,10 @@ __all__ = [
     "InUse",
     "InvalidArgument",
     "KvallocError",
+    "OutOfMemory",
     "OutOfPages",
     "PinError",
+    "PlanError",
     "SequenceBusy",
     "SpecError",
     "StaleReference",
@@ -72,6 +74,19 @@ class OutOfPages(KvallocError, MemoryError):  # noqa: N818 - named for what it i
     level: str | None = None
 
 
+class OutOfMemory(KvallocError, MemoryError):  # noqa: N818 - named for what it is
+    """The machine has not the memory that a store needs for its pool. Nothing was taken.
+
+    Attributes
+    ----------
+    asked, room : int
+        Bytes asked for, and bytes there were.
+    """
+
+    asked: int = 0
+    room: int = 0
+
+
 class AdmissionRefused(OutOfPages):
     """A request's whole need can't be reserved.
 
@@ -121,6 +136,25 @@ class WrongPool(KvallocError, ValueError):  # noqa: N818 - named for what it is
 
 class PinError(KvallocError, RuntimeError):
     """A pin over its owner's budget, of pages that are not published, or one that has ended already."""
+
+
+class PlanError(KvallocError, RuntimeError):
+    """A plan that can't be built, that has ended, or bytes that are no plan. Nothing was changed.
+
+    Attributes
+    ----------
+    plan : int or None
+        Its number, where it has one.
+    state : str or None
+        How it ended before: ``"committed"``, ``"aborted"`` or ``"expired"``.
+    asked, shortfall : int
+        Bytes that were asked for, and how many of them can't be had; 0 where that is not the reason.
+    """
+
+    plan: int | None = None
+    state: str | None = None
+    asked: int = 0
+    shortfall: int = 0
 
 
 class InUse(KvallocError, RuntimeError):  # noqa: N818 - named for what it is

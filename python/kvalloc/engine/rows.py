@@ -36,7 +36,7 @@ class Queue:
     index: int
     levels: tuple[str | None, ...] = field(init=False)  # the tenant and all above it; None is the pool
     requests: deque[Request] = field(default_factory=deque)
-    served: float = 0.0  # virtual time: tokens granted / weight
+    served: float = 0.0  # virtual time: bytes granted x steps / weight
     running: int = 0
     listed: bool = False  # stands among those to look at, or among those that wait
     waits_for: Cause | None = None  # why the first request waits; None: it was not looked at, or has left

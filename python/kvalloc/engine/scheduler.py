@@ -2,11 +2,12 @@
 
 Each call of `Engine.step` is one step of a serving engine:
 
-1. *Admit.* Tenants take turns by virtual time: tokens they were granted, divided by their weight; the
-   smallest goes next. Within a tenant it is first come, first served. A request is opened with its whole
-   need (prompt and every token it may generate) reserved, so that once it runs it finishes: nothing is
-   preempted, nothing is half loaded. A request that can never fit is refused at once and the next one is
-   looked at.
+1. *Admit.* Tenants take turns by virtual time: bytes they were granted times the steps they hold them,
+   divided by their weight; the smallest goes next. So tenants that all wait hold memory by their weights,
+   whatever the lengths of their requests. Within a tenant it is first come, first served. A request is
+   opened with its whole need (prompt and every token it may generate) reserved, so that once it runs it
+   finishes: nothing is preempted, nothing is half loaded. A request that can never fit is refused at once
+   and the next one is looked at.
 2. *Step.* Rows that decode get one token each. What is left of the step's token budget goes to prompts, in
    the order they were admitted, in chunks. One call, `Batch.step`, makes room for all of them.
 3. *Run* the model, which says what each row sampled. A row whose prompt is not in yet sampled nothing: -1.
@@ -302,7 +303,8 @@ class Engine:
         run = Running(request, sequence, queue, self.batch.add(sequence), prompt - request.cached)
         self.rows.add(run)
         self._virtual = max(self._virtual, queue.served)
-        queue.served += (prompt - request.cached + request.max_new) / queue.tenant.weight
+        held = self.pool.spec.bytes_for(prompt + request.max_new // 2)  # on average
+        queue.served += held * request.max_new / queue.tenant.weight
         queue.running += 1
         queue.waits_for = None
         self._tell("admitted", request)

@@ -7,8 +7,8 @@
 //! | a page word is in one of the states of word/page.rs | each page |
 //! | a live page lies in an allocated frame, alone, and its id is taken; a free page's id is free | each page, frame map |
 //! | an INDEXED page is listed under its key; its parent lives, is INDEXED and counts it | each page |
-//! | free + held + cached + pinned + leaving + in limbo = capacity, in bytes, per tier | sum over pages against the arena |
-//! | held, cached and pinned units of each tenant equal the sums over its pages | ledger |
+//! | free + held + cached + pinned + leaving + in limbo + claimed by open plans = capacity, in bytes, per tier | sum over pages against the arena |
+//! | held, cached and pinned units of each tenant equal the sums over its pages, and over the places in another tier that open plans have claimed | ledger |
 //! | a page is pinned as often as the listed pins say | each page, pin list |
 //! | promised + stock + those = charged; nothing was given back twice | ledger, arenas, slots |
 //!
@@ -26,6 +26,7 @@ mod tests;
 
 use crate::{
     page::Link,
+    plan::Move,
     pool::Pool,
     sync::{Atom, pause},
     word::{
@@ -56,7 +57,7 @@ pub struct Balance {
     pub cached: u64,
     /// In pages kept by a pin alone.
     pub pinned: u64,
-    /// On their way: pages being evicted or freed, frames that readers may still see.
+    /// On their way: pages being evicted or freed, frames that readers may still see, destinations of open plans.
     pub in_flight: u64,
 }
 
@@ -137,7 +138,7 @@ impl<'a> Audit<'a> {
             arena.sizes().iter().map(|size| vec![0; (bytes / size) as usize / 64 + 1]).collect()
         });
         let tenants = pool.ledger.top() as usize + 1;
-        Self {
+        let mut audit = Self {
             pool,
             findings: Vec::new(),
             balance: Tier::ALL.map(|tier| {
@@ -158,6 +159,19 @@ impl<'a> Audit<'a> {
             seen: maps,
             children: vec![0; pool.pages.len() as usize],
             pages: 0,
+        };
+        pool.plans.each_claimed(|m| audit.count_claimed(m));
+        audit
+    }
+
+    /// A place that a plan has claimed for a page; one in another tier than the page's is charged already.
+    fn count_claimed(&mut self, m: &Move) {
+        let (Some(tier), class) = (m.to.tier(), self.pool.classes[m.to.class().as_usize()]) else { return };
+        self.balance[tier.as_usize()].in_flight += self.pool.bytes(class.units);
+        if m.from.tier() != m.to.tier()
+            && let Some(sums) = self.tenants[tier.as_usize()].get_mut(m.payer.as_usize())
+        {
+            sums.held += u64::from(class.units);
         }
     }
 

@@ -31,6 +31,7 @@ use crate::{
     arrays::{Arrays, Shape},
     error::{Error, Refusal},
     frame::BatchSlot,
+    plan::TakenRow,
     pool::{Pool, Scratch},
     sequence::{Body, Place, Sequence, try_lock},
     sync::{Atom, Mutex, lock},
@@ -149,7 +150,7 @@ impl Batch {
     /// Give a sequence a row.
     ///
     /// # Errors
-    /// Busy; the sequence is closed, in a batch already, of another pool, or too long; the batch is full.
+    /// Busy; the sequence is closed, suspended, in a batch already, of another pool, or too long; the batch is full.
     pub fn add(&self, sequence: &Arc<Sequence>) -> Result<usize, Error> {
         let Shared { pool, shape, .. } = &*self.shared;
         pool.check_open()?;
@@ -159,6 +160,9 @@ impl Batch {
         let mut place = try_lock(&sequence.place, "the sequence")?;
         let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
         let _op = pool.enter(inner.lane);
+        if let Place::Idle(body) = &mut *place {
+            body.check_running()?;
+        }
         match &*place {
             Place::Closed => return Err(Error::Closed("the sequence")),
             Place::Batched(at) if at.strong_count() > 0 => {
@@ -199,12 +203,37 @@ impl Batch {
     /// Busy; the sequence has no row here.
     pub fn remove(&self, sequence: &Sequence) -> Result<Option<usize>, Error> {
         let mut place = try_lock(&sequence.place, "the sequence")?;
+        Ok(self.empty_row(&mut place, sequence)?.moved.map(|row| row as usize))
+    }
+
+    /// Take a sequence out of its row, if it has one here.
+    ///
+    /// # Errors
+    /// Busy.
+    pub(crate) fn take_out(&self, sequence: &Sequence) -> Result<Option<TakenRow>, Error> {
+        let mut place = try_lock(&sequence.place, "the sequence")?;
+        let here =
+            matches!(&*place, Place::Batched(at) if std::ptr::eq(at.as_ptr(), Arc::as_ptr(&self.shared)));
+        here.then(|| self.empty_row(&mut place, sequence)).transpose()
+    }
+
+    fn empty_row(&self, place: &mut Place, sequence: &Sequence) -> Result<TakenRow, Error> {
         let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
         let _op = self.shared.pool.enter(inner.lane);
         let row = inner.find(sequence)?;
         let body = inner.pull(&self.shared.pool, self.shared.shape, row);
         *place = Place::Idle(body);
-        Ok((row < inner.rows.len()).then_some(inner.rows.len()))
+        let last = inner.rows.len();
+        Ok(TakenRow { row: row as u32, moved: (row < last).then_some(last as u32) })
+    }
+
+    /// The sequences in its rows.
+    ///
+    /// # Errors
+    /// Busy.
+    pub fn sequences(&self) -> Result<Vec<Arc<Sequence>>, Error> {
+        let inner = try_lock(&self.shared.inner, "the batch")?;
+        Ok(inner.rows.iter().map(|row| Arc::clone(&row.sequence)).collect())
     }
 
     /// Give each row room for its next tokens and fill the arrays. `counts`: tokens per row; without: one for a row whose

@@ -2,7 +2,10 @@
 
 use std::fmt;
 
-use crate::word::{GroupId, PageRef, TenantId, Tier};
+use crate::{
+    plan::Fault,
+    word::{GroupId, PageRef, TenantId, Tier},
+};
 
 /// Why an allocation was refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -97,6 +100,8 @@ pub enum Error {
     Tenant(String),
     /// A pin that can't be made, or is no longer there.
     Pin(String),
+    /// A plan that can't be built, read or ended.
+    Plan(Fault),
     /// Pages are held, so the prefix cache can't be reset.
     InUse {
         /// How many published pages are held or pinned.
@@ -122,6 +127,7 @@ impl fmt::Display for Error {
                 write!(f, "there is no layer group {}; the spec has {groups}, counted from 0", group.0)
             }
             Self::Argument(text) | Self::Tenant(text) | Self::Pin(text) => f.write_str(text),
+            Self::Plan(fault) => fault.fmt(f),
             Self::UnknownTenant(name) => write!(f, "there is no tenant {name:?}"),
             Self::InUse { pages } => write!(
                 f,

@@ -351,6 +351,34 @@ impl Orders {
         taken
     }
 
+    /// Take the pages that are off the device, held by nobody and continued by nothing out of a tenant's order, wherever
+    /// they stand: `out` gets each as from [`Self::victims`]. The others keep their places. One round.
+    pub(crate) fn drain_away(
+        &self,
+        pages: &Pages,
+        tenant: TenantId,
+        mut out: impl FnMut(PageId, PageWord) -> Option<PageRef>,
+    ) {
+        let Queued { new, proven } = self.queued(tenant);
+        for (half, n) in [(Half::New, new), (Half::Proven, proven)] {
+            for _ in 0..n {
+                let Some((id, node)) = self.queue(tenant, half).pop(pages, 1).next() else { break };
+                // Nobody comes by such a page any more, so it gains no child.
+                let word = pages.read(id);
+                let lost = word.is_away() && word.is_cached() && pages.children(id) == 0;
+                if lost && let Ok(word) = pages.transit(id, |w| w.evict()) {
+                    self.word(tenant, COUNTS).minus(half.count());
+                    self.spares.set(id, &node);
+                    if let Some(parent) = out(id, word) {
+                        self.lose_child(pages, parent);
+                    }
+                } else {
+                    self.queue(tenant, half).push(pages, std::iter::once((id, node)));
+                }
+            }
+        }
+    }
+
     /// The half that has to give: the new ones if they are at or above their share. And how many pages may be taken from it,
     /// whatever becomes of them, before it may be the other one's turn.
     fn above_share(&self, tenant: TenantId, queued: Queued) -> (Half, usize) {
@@ -391,7 +419,8 @@ impl Orders {
                 (page.pass(true), Verdict::Back { to: Half::Proven, kept: false })
             } else if pages.children(id) > terms.children {
                 (page.pass(true), Verdict::Back { to: Half::Proven, kept: true })
-            } else if let Some(left) = terms.protect.and_then(|tick| Protection(pages.protection(id)).spend(tick))
+            } else if let Some(left) =
+                terms.protect.and_then(|tick| Protection(pages.protection(id)).spend(tick))
             {
                 *spared += 1;
                 pages.set_protection(id, left.0);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use crate::{
     error::Error,
     pool::{Pool, Scratch},
-    sequence::{Body, Counts, Place, Sequence, try_lock},
+    sequence::{Body, Counts, Place, Sequence, State, try_lock},
     sync::{AtomicU32, Mutex},
     word::{FrameId, GroupId, PageRef, TenantId},
 };
@@ -19,6 +19,7 @@ impl Sequence {
         Arc::new(Self {
             pool: Arc::clone(pool),
             tenant: body.tenant,
+            born: body.born,
             place: Mutex::new(Place::Idle(Box::new(body))),
             row: AtomicU32::new(u32::MAX),
         })
@@ -52,12 +53,25 @@ impl Sequence {
         }
     }
 
+    /// Its number, unique in the pool: older ones have a smaller one.
+    pub fn number(&self) -> u64 {
+        self.born
+    }
+
     /// What it counts.
     ///
     /// # Errors
     /// Busy, closed.
     pub fn counts(&self) -> Result<Counts, Error> {
         self.visit(|_, body, _| body.counts())
+    }
+
+    /// Whether it runs, is suspended, or is on the way from one to the other.
+    ///
+    /// # Errors
+    /// Busy, closed.
+    pub fn state(&self) -> Result<State, Error> {
+        self.visit(|_, body, _| body.state())
     }
 
     /// Its tokens from `from` on.
@@ -100,9 +114,10 @@ impl Sequence {
     /// Further tokens whose ids are known: drafts, or the next turn of a chat.
     ///
     /// # Errors
-    /// Busy, closed; too many; slots were given out for tokens nobody knows.
+    /// Busy, closed; suspended; too many; slots were given out for tokens nobody knows.
     pub fn extend(&self, tokens: &[u32]) -> Result<(), Error> {
         self.visit(|_, body, _| {
+            body.check_running()?;
             if body.slots > body.known() && !tokens.is_empty() {
                 return Err(Error::Argument(format!(
                     "the sequence has {} tokens and slots for {}, which steps that are not committed have written: \
@@ -126,18 +141,22 @@ impl Sequence {
     /// Forget the tokens behind the first `n`.
     ///
     /// # Errors
-    /// Busy, closed; `n` is 0 or more than there are; pages it would need have been released.
+    /// Busy, closed; suspended; `n` is 0 or more than there are; pages it would need have been released.
     pub fn truncate(&self, n: u32) -> Result<(), Error> {
-        self.visit(|pool, body, scratch| body.truncate(pool, body.lane, n, scratch))?
+        self.visit(|pool, body, scratch| {
+            body.check_running()?;
+            body.truncate(pool, body.lane, n, scratch)
+        })?
     }
 
     /// A second sequence with the same tokens, sharing all pages that are written.
     ///
     /// # Errors
-    /// Busy, closed; a page has too many references.
+    /// Busy, closed; suspended; a page has too many references.
     pub fn fork(&self) -> Result<Arc<Self>, Error> {
         self.pool.check_open()?;
         let body = self.visit(|pool, body, scratch| {
+            body.check_running()?;
             if body.slots > body.written && (0..body.tables.len()).any(|g| pool.is_state(GroupId(g as u8))) {
                 return Err(Error::Argument(
                     "a step that is not committed is writing the fixed state; commit it before the fork"
@@ -153,9 +172,12 @@ impl Sequence {
     /// sequence does not stand at a page's edge.
     ///
     /// # Errors
-    /// Busy, closed.
+    /// Busy, closed, suspended.
     pub fn keep_state(&self) -> Result<bool, Error> {
-        self.visit(|pool, body, _| body.keep_state(pool, body.lane))
+        self.visit(|pool, body, _| {
+            body.check_running()?;
+            Ok(body.keep_state(pool, body.lane))
+        })?
     }
 
     /// Give everything back. A second time is fine.

@@ -18,7 +18,7 @@
 //!
 //! An entry proves nothing: it names a page that may have the key. [`Wanted::check`] reads the page's word, then its key,
 //! payer, link and tokens, then the word again. They belong together when both reads show the same life of the page,
-//! INDEXED and not LEAVING: names and tokens are written by whoever holds the page in one life, before INDEXED, and the
+//! INDEXED, not LEAVING and not AWAY: names and tokens are written by whoever holds the page in one life, before INDEXED, and the
 //! generation moves before anybody can write them again. A hit that also takes a reference does so with the generation
 //! that was checked, so a page that was given out anew in between is a miss.
 //!
@@ -124,6 +124,12 @@ impl Wanted<'_> {
 
 #[inline]
 fn can_hit(word: PageWord) -> bool {
+    has_names(word) && !word.is_away()
+}
+
+/// The names are those of this life, wherever the page is.
+#[inline]
+fn has_names(word: PageWord) -> bool {
     word.is_indexed() && !word.is_leaving()
 }
 
@@ -156,7 +162,7 @@ pub(crate) fn page_before(pages: &Pages, id: PageId) -> Option<PageRef> {
 fn current_prefix(pages: &Pages, link: PageRef) -> Option<u64> {
     let lives = || {
         let word = pages.read(link.id);
-        can_hit(word) && is_linked_life(link.generation, word.generation())
+        has_names(word) && is_linked_life(link.generation, word.generation())
     };
     if link.id.0 >= pages.len() || !lives() {
         return None;
@@ -226,7 +232,7 @@ impl Index {
     }
 
     /// How many inserts found both buckets full.
-    #[cfg(any(test, feature = "measure"))]
+    #[cfg(test)]
     pub(crate) fn refused(&self) -> u64 {
         self.refused.peek()
     }

@@ -24,7 +24,7 @@ impl Pool {
     /// for `owner`, for `ttl_ms` of the pool's clock or until it is unpinned.
     ///
     /// # Errors
-    /// Busy, closed; no page of these tokens is published; the budget of the owner's policy is used up.
+    /// Busy, closed, suspended; no page of these tokens is published; the budget of the owner's policy is used up.
     pub fn pin(
         &self,
         sequence: &Sequence,
@@ -42,6 +42,7 @@ impl Pool {
         let budget = self.ledger.policy(owner).map_or(Units(0), |p| p.pin_budget);
         let _op = self.enter(Lane(0));
         let pinned = sequence.visit(|pool, body, _| {
+            body.check_running()?;
             let end = (tokens / pool.spec.page_tokens()).min(body.published) as usize;
             let mut pinned: Vec<PageRef> = Vec::new();
             for g in (0..body.tables.len()).filter(|&g| !pool.is_state(GroupId(g as u8))) {
@@ -52,8 +53,8 @@ impl Pool {
                     }
                 }
             }
-            pinned
-        })?;
+            Ok::<_, Error>(pinned)
+        })??;
         if pinned.is_empty() {
             return Err(Error::Pin(format!(
                 "no page of the first {tokens} tokens is published; commit them first"
@@ -96,6 +97,11 @@ impl Pool {
             self.unpin_pages(&pin.pages);
         }
         expired.len()
+    }
+
+    /// End what keeps pages and whose time is over: pins, and the leases of plans. How many.
+    pub(crate) fn expire(&self) -> usize {
+        self.expire_pins() + self.expire_plans()
     }
 
     /// The pins, of one owner or of all.
@@ -163,8 +169,8 @@ impl Pool {
     pub fn remove_tenant(&self, tenant: TenantId) -> Result<u64, Error> {
         self.check_tenant(tenant)?;
         // All or nothing; what comes up between here and the end only leaves the tenant without its cache.
-        let usage = self.ledger.subtree_usage(Tier::Device, tenant);
-        let busy = usage.held.0 + usage.promised.0;
+        let usage = Tier::ALL.map(|tier| self.ledger.subtree_usage(tier, tenant));
+        let busy: u32 = usage.iter().map(|usage| usage.held.0 + usage.promised.0).sum();
         if busy > 0 || self.ledger.ids().any(|id| self.ledger.parent(id) == Some(tenant)) {
             return Err(Error::Tenant(format!(
                 "tenant {:?} has children, or {} bytes that are held or promised; close those first",
@@ -249,7 +255,7 @@ impl Pool {
     /// The clock is the system's.
     pub fn advance(&self, ms: u64) -> Result<u64, Error> {
         let now = self.clock.advance(ms).map_err(|e| Error::Argument(e.to_string()))?;
-        self.expire_pins();
+        self.expire();
         Ok(now)
     }
 

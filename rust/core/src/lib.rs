@@ -16,6 +16,7 @@
 //! | [`pool`], `life`, `prefix` | the books together: take, publish, hit, let go, evict; the longest cached prefix |
 //! | [`sequence`], [`handle`], [`batch`], [`arrays`] | WHO holds: page tables; one call per scheduler step |
 //! | [`face`] | the lower face: pages in batches, for engines with tables of their own |
+//! | [`plan`] | getting memory back: what will be done, and the leases until it is done |
 //! | [`admit`] | may this start now? |
 //! | [`audit`] | proof that the books balance |
 #![forbid(unsafe_code)]
@@ -39,7 +40,9 @@ mod life;
 pub mod measure;
 pub mod page;
 pub mod pins;
+pub mod plan;
 pub mod pool;
+pub mod preempt;
 mod prefix;
 pub mod sequence;
 pub mod spec;

@@ -18,8 +18,8 @@ use crate::{
     stats::Counter,
     sync::Atom,
     word::{
-        FrameId, GroupId, Lane, PageId, PageRef, TenantId, Tier, Units,
-        page::{Dropped, Location, PageWord, Shared},
+        ClassId, FrameId, GroupId, Lane, PageId, PageRef, TenantId, Tier, Units,
+        page::{Dropped, Ended, Location, PageWord, Shared},
     },
 };
 
@@ -281,9 +281,7 @@ impl Pool {
             return false;
         }
         let Ok(word) = self.pages.transit(id, |w| w.evict()) else { return false };
-        if let Some(parent) = self.expel(id, word) {
-            self.orders.lose_child(&self.pages, parent);
-        }
+        self.expel_alone(id, word);
         true
     }
 
@@ -305,15 +303,21 @@ impl Pool {
     pub(crate) fn let_go(&self, lane: Lane, pages: &[PageRef], scratch: &mut Scratch) -> usize {
         let mut stale = 0;
         let mut rest = pages;
-        while let Some(first) = rest.first() {
+        while let Some((&first, others)) = rest.split_first() {
             let payer = self.pages.payer(first.id);
-            let class = self.pages.location(first.id).class();
-            let run = rest
-                .iter()
-                .take_while(|p| self.pages.payer(p.id) == payer && self.pages.location(p.id).class() == class)
-                .count();
-            let (now, later) = rest.split_at(run.max(1));
-            stale += self.let_go_run(lane, payer, now, scratch);
+            let location = self.pages.location(first.id);
+            if location.tier() == Some(Tier::Host) {
+                stale += usize::from(self.let_go_away(lane, first));
+                rest = others;
+                continue;
+            }
+            let place = |at: Location| (at.tier(), at.class());
+            let same = |p: &&PageRef| {
+                self.pages.payer(p.id) == payer && place(self.pages.location(p.id)) == place(location)
+            };
+            let run = others.iter().take_while(same).count() + 1;
+            let (now, later) = rest.split_at(run);
+            stale += self.let_go_run(lane, payer, location.class(), now, scratch);
             rest = later;
         }
         if stale > 0 {
@@ -345,14 +349,104 @@ impl Pool {
             self.moves.plus(1);
             claimed[0]
         });
-        if let Ok(true) = self.pages.transit_with(page.id, |w| w.unlease(page.generation)) {
-            self.free_leaving(lane, page.id);
-        }
+        self.end_lease(lane, page, |w| w.is_away());
         moved
     }
 
+    /// A page that the caller alone holds begins to leave the device, or to come back to it: where it lies now. Nobody
+    /// finds it from here on, until it has landed on the device or the move came to nothing. `None`: others hold it too, a
+    /// pin keeps it, or another copy uses it.
+    pub(crate) fn lease_out(&self, page: PageRef) -> Option<Location> {
+        self.pages.transit(page.id, |w| w.lease_out(page.generation)).ok()?;
+        Some(self.pages.location(page.id))
+    }
+
+    /// The copy of a page that was leased out is done, and it lies in `to` from now on: its old place and what it was
+    /// charged there are the caller's. `false`: it has not moved, and `to` is the caller's. That is so when everybody let go
+    /// of it while it was on its way off the device: what is there can be hit again.
+    pub(crate) fn land(&self, lane: Lane, page: PageRef, from: Location, to: Location) -> bool {
+        let word = self.pages.read(page.id);
+        if word.generation() != page.generation || !word.is_leased() {
+            return false;
+        }
+        let lost = word.is_orphan() && from.tier() == Some(Tier::Device);
+        // Only the holder of the lease moves a page.
+        let moved = !lost && self.pages.swap_location(page.id, from, to).is_ok();
+        debug_assert!(moved || lost, "{page:?} moved while it was leased");
+        let at = if moved { to } else { from };
+        self.end_lease(lane, page, |_| at.tier() != Some(Tier::Device));
+        moved
+    }
+
+    /// The copy of a page that was leased out came to nothing: it is as before.
+    pub(crate) fn stay(&self, lane: Lane, page: PageRef) {
+        self.end_lease(lane, page, |_| self.tier_of(page.id) != Tier::Device);
+    }
+
+    /// A copy has ended; what everybody let go of meanwhile is cached or free now.
+    pub(crate) fn end_lease(&self, lane: Lane, page: PageRef, away: impl Fn(PageWord) -> bool) {
+        let ended = self.pages.transit_with(page.id, |w| w.unlease(page.generation, away(w)));
+        match ended {
+            Ok(Ended::Leaving) => self.free_leaving(lane, page.id),
+            Ok(Ended::Cached { enqueue }) => self.park_alone(lane, page.id, enqueue),
+            Ok(Ended::Kept) | Err(_) => {}
+        }
+    }
+
+    /// A page that has just become cached and is counted as held. What is off the device can't be hit, so it ends at once,
+    /// unless others continue it, or an order lists it already.
+    fn park_alone(&self, lane: Lane, id: PageId, enqueue: bool) {
+        let payer = self.pages.payer(id);
+        self.ledger.park(self.tier_of(id), payer, Units(self.units_of(id)));
+        if !enqueue {
+            return;
+        }
+        if self.drop_lost(id) || self.drop_twin(id) {
+            self.stats.count(lane, Counter::PagesReleased, 1);
+        } else {
+            self.orders.enqueue(&self.pages, payer, id);
+        }
+    }
+
+    /// A page off the device that nobody holds and nothing continues ends. The caller would put it into the order.
+    fn drop_lost(&self, id: PageId) -> bool {
+        if !self.pages.read(id).is_away() || self.pages.children(id) > 0 {
+            return false;
+        }
+        let Ok(word) = self.pages.transit(id, |w| w.evict()) else { return false };
+        self.expel_alone(id, word);
+        true
+    }
+
+    /// Drop one reference on a page that may be off the device, or on its way: where it lies is known only after that.
+    /// Whether the reference was stale.
+    fn let_go_away(&self, lane: Lane, page: PageRef) -> bool {
+        match self.pages.transit_with(page.id, |w| w.drop_ref(page.generation)) {
+            Ok(dropped) => {
+                self.settle_alone(lane, page.id, dropped);
+                false
+            }
+            Err(_) => true,
+        }
+    }
+
+    /// The books of one page whose reference was dropped.
+    fn settle_alone(&self, lane: Lane, id: PageId, dropped: Dropped) {
+        match dropped {
+            Dropped::Held => {}
+            Dropped::Pinned => {
+                self.ledger.to_pinned(self.tier_of(id), self.pages.payer(id), Units(self.units_of(id)));
+            }
+            Dropped::Cached { enqueue } => self.park_alone(lane, id, enqueue),
+            Dropped::Leaving => {
+                self.free_leaving(lane, id);
+                self.stats.count(lane, Counter::PagesReleased, 1);
+            }
+        }
+    }
+
     /// A page that is LEAVING, never had a key (or lost it) and was counted as held.
-    fn free_leaving(&self, lane: Lane, id: PageId) {
+    pub(crate) fn free_leaving(&self, lane: Lane, id: PageId) {
         let (location, payer) = (self.pages.location(id), self.pages.payer(id));
         let tier = location.tier().unwrap_or(Tier::Device);
         let class = self.classes[location.class().as_usize()];
@@ -361,27 +455,37 @@ impl Pool {
         self.ledger.discharge(tier, payer, lane, Units(class.units));
     }
 
-    /// Pages of one payer and one class.
-    fn let_go_run(&self, lane: Lane, payer: TenantId, run: &[PageRef], scratch: &mut Scratch) -> usize {
-        let Some(first) = run.first() else { return 0 };
-        let location = self.pages.location(first.id);
-        let tier = location.tier().unwrap_or(Tier::Device);
-        let class = self.classes[location.class().as_usize()];
+    /// Pages of one payer and one class, on the device.
+    fn let_go_run(
+        &self,
+        lane: Lane,
+        payer: TenantId,
+        class: ClassId,
+        run: &[PageRef],
+        scratch: &mut Scratch,
+    ) -> usize {
+        let tier = Tier::Device;
+        let class = self.classes[class.as_usize()];
         let units = class.units;
         scratch.ids.clear();
         scratch.queue.clear();
         let (mut parked, mut pinned, mut stale) = (0, 0, 0);
         for page in run {
-            match self.pages.transit_with(page.id, |w| w.drop_ref(page.generation)) {
-                Ok(Dropped::Held) => {}
-                Ok(Dropped::Pinned) => pinned += units,
-                Ok(Dropped::Cached { enqueue }) => {
+            let drop_ref = |w: PageWord| {
+                w.drop_ref(page.generation).map(|(next, dropped)| (next, (dropped, w.is_away())))
+            };
+            match self.pages.transit_with(page.id, drop_ref) {
+                Ok((Dropped::Held, _)) => {}
+                // It may have landed in another tier since the run was made up.
+                Ok((dropped, true)) => self.settle_alone(lane, page.id, dropped),
+                Ok((Dropped::Pinned, _)) => pinned += units,
+                Ok((Dropped::Cached { enqueue }, _)) => {
                     parked += units;
                     if enqueue {
                         scratch.queue.push(page.id);
                     }
                 }
-                Ok(Dropped::Leaving) => scratch.ids.push(page.id),
+                Ok((Dropped::Leaving, _)) => scratch.ids.push(page.id),
                 Err(_) => stale += 1,
             }
         }

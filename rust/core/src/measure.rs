@@ -266,10 +266,7 @@ pub fn rooms(pages: u32) -> Vec<(&'static str, f64)> {
     };
     let rounds = 2 * pages as usize / batch;
     churn(rounds);
-    rows.push((
-        "evict (with index), take, publish, enqueue",
-        best(5, rounds * batch, || churn(rounds)),
-    ));
+    rows.push(("evict (with index), take, publish, enqueue", best(5, rounds * batch, || churn(rounds))));
 
     let mut left = vec![];
     let order = cache.orders.queued(TENANT);
@@ -287,10 +284,7 @@ pub fn rooms(pages: u32) -> Vec<(&'static str, f64)> {
     for &id in &left {
         let _ = cache.pages.transit(id, |w| w.retire());
     }
-    rows.push((
-        "enqueue alone",
-        best(1, all, || cache.orders.enqueue_all(&cache.pages, TENANT, &left)),
-    ));
+    rows.push(("enqueue alone", best(1, all, || cache.orders.enqueue_all(&cache.pages, TENANT, &left))));
     let bytes = cache.index.bytes() + cache.orders.bytes() + u64::from(pages) * 64;
     rows.push(("bytes a page: table, index, ghosts", bytes as f64 / f64::from(pages)));
     rows

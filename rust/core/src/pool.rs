@@ -32,6 +32,8 @@ use crate::{
     life::News,
     page::{MAX_TENANTS, Pages},
     pins::Pins,
+    plan::Plans,
+    preempt::Turns,
     spec::{ArenaLayout, GroupKind, Spec},
     stats::{Counter, Stats, TenantCounter},
     sync::{Atom, AtomicU32, AtomicU64, Words, pause},
@@ -97,6 +99,11 @@ pub struct Pool {
     pub(crate) stats: Stats,
     pub(crate) clock: Clock,
     pub(crate) pins: Pins,
+    pub(crate) plans: Plans,
+    /// The last victim of each tenant.
+    pub(crate) victims: Turns,
+    /// Tokens a second that a prompt is computed with; 0: not known.
+    pub(crate) recompute_speed: AtomicU64,
     pub(crate) quiescence: Quiescence,
     pub(crate) compare_tokens: bool,
     /// Bumped when the weights change; part of every root key.
@@ -105,7 +112,8 @@ pub struct Pool {
     pub(crate) moves: AtomicU64,
     /// The tenant whose cached pages go next (bits 0-31) and for how many evictions the choice holds (32-63).
     victim: AtomicU64,
-    lanes: AtomicU64,
+    /// Handles made so far.
+    turns: AtomicU64,
     closed: AtomicU32,
     /// Per lane a cache line: operations entered, operations left.
     pub(crate) ops: Words,
@@ -242,12 +250,15 @@ impl Pool {
             stats: Stats::new(max_tenants),
             clock: if options.manual_clock { Clock::manual() } else { Clock::system() },
             pins: Pins::new(),
+            plans: Plans::new().map_err(|e| argument(&e))?,
+            victims: Turns::default(),
+            recompute_speed: AtomicU64::new(0),
             quiescence: Quiescence::new(&arenas),
             compare_tokens: options.compare_tokens,
             weights_epoch: AtomicU64::new(0),
             moves: AtomicU64::new(0),
             victim: AtomicU64::new(0),
-            lanes: AtomicU64::new(0),
+            turns: AtomicU64::new(0),
             closed: AtomicU32::new(0),
             ops: Words::zeroed(LANES * 8),
             sequences: Words::zeroed(max_tenants as usize),
@@ -272,7 +283,12 @@ impl Pool {
 
     /// The next lane, in turn: handles made one after the other use different hot words.
     pub(crate) fn next_lane(&self) -> Lane {
-        Lane::wrapped(self.lanes.plus(1))
+        Lane::wrapped(self.next_turn())
+    }
+
+    /// A number that rises with each handle.
+    pub(crate) fn next_turn(&self) -> u64 {
+        self.turns.plus(1)
     }
 
     /// An operation begins.
@@ -300,6 +316,11 @@ impl Pool {
 
     pub(crate) fn arena(&self, tier: Tier) -> &Arena {
         &self.arenas[tier.as_usize()]
+    }
+
+    /// Usable bytes of a tier's arena, those that are never given out included; 0 without a host tier.
+    pub fn arena_bytes(&self, tier: Tier) -> u64 {
+        self.layouts[tier.as_usize()].bytes
     }
 
     pub(crate) fn is_state(&self, group: GroupId) -> bool {
@@ -346,7 +367,7 @@ impl Pool {
     }
 
     /// Charge, taking the cached pages under a limit that is in the way; places of `size` go to `scratch`.
-    fn charge(
+    pub(crate) fn charge(
         &self,
         lane: Lane,
         payer: TenantId,
@@ -363,6 +384,13 @@ impl Pool {
         self.pay(lane, payer, || self.ledger.promise(Tier::Device, payer, lane, Units(units)), None)
     }
 
+    /// Give promises back.
+    pub(crate) fn unpromise(&self, lane: Lane, promises: &mut Vec<(TenantId, u32)>) {
+        for (payer, units) in promises.drain(..).filter(|p| p.1 > 0) {
+            self.ledger.unpromise(Tier::Device, payer, lane, Units(units));
+        }
+    }
+
     fn pay(
         &self,
         lane: Lane,
@@ -373,7 +401,7 @@ impl Pool {
         let mut patience = PATIENCE;
         loop {
             let Err(refused) = attempt() else { return Ok(()) };
-            if self.expire_pins() > 0 {
+            if self.expire() > 0 {
                 continue;
             }
             if refused.why != ledger::Why::Limit {
@@ -502,7 +530,7 @@ impl Pool {
     }
 
     /// Ids and frames for `n` pages, beside those that `scratch` has already, evicting where none are free.
-    fn claim(
+    pub(crate) fn claim(
         &self,
         lane: Lane,
         payer: TenantId,
@@ -514,8 +542,10 @@ impl Pool {
         let mut got = scratch.ids.len();
         got += self.claim_free(lane, size, n.saturating_sub(got), scratch);
         while got < n {
-            let evicted = self.evict(lane, payer, n - got, size, scratch);
-            if evicted == 0 && self.quiescence.drain(&self.arenas) == 0 && self.expire_pins() == 0 {
+            // What moved away costs nobody a hit.
+            let drained = self.quiescence.drain(&self.arenas);
+            let evicted = if drained > 0 { 0 } else { self.evict(lane, payer, n - got, size, scratch) };
+            if drained + evicted == 0 && self.expire() == 0 {
                 // With one size of frames the ledger's word is enough, so others have what is missing in hand.
                 patience -= 1;
                 if patience == 0 || self.spec.sizes().len() > 1 || !self.quiescence.is_empty() {
@@ -633,7 +663,8 @@ impl Pool {
         wanted: &mut Option<(SizeId, &mut Scratch)>,
     ) -> (usize, u32) {
         let now = (!last_resort).then(|| self.ticks());
-        let mut units = 0;
+        // Pages that left the device wait in the order too, if others continued them when they were let go.
+        let (mut units, mut elsewhere) = (0, 0);
         let pages = self.orders.victims(&self.pages, tenant, now, n, |id, word| {
             let (class, location, parent) = self.take_out(id, word);
             match wanted {
@@ -643,9 +674,15 @@ impl Pool {
                 }
                 _ => self.free_place(id, class, location),
             }
-            units += class.units;
+            match location.tier() {
+                Some(Tier::Host) => elsewhere += class.units,
+                _ => units += class.units,
+            }
             parent
         });
+        if elsewhere > 0 {
+            self.ledger.drop_cached(Tier::Host, tenant, Units(elsewhere));
+        }
         if pages > 0 {
             self.ledger.drop_cached(Tier::Device, tenant, Units(units));
             self.stats.count_for(tenant, TenantCounter::Evicted, pages as u64);
@@ -685,6 +722,13 @@ impl Pool {
         self.free_place(id, class, location);
         self.ledger.drop_cached(location.tier().unwrap_or(Tier::Device), payer, Units(class.units));
         parent
+    }
+
+    /// [`Self::expel`] of a page that leaves alone.
+    pub(crate) fn expel_alone(&self, id: PageId, word: PageWord) {
+        if let Some(parent) = self.expel(id, word) {
+            self.orders.lose_child(&self.pages, parent);
+        }
     }
 
     /// A LEAVING page out of the index and on to its next life; its id and frame are the caller's, and so is what is left

@@ -247,7 +247,9 @@ impl Pool {
                     parent,
                     tokens: self.compare_tokens.then(|| self.page_of(prompt.tokens, page)),
                 };
-                let Some(seen) = self.index.lookup_probed(&self.pages, &hints, nth, &wanted, Some) else { break };
+                let Some(seen) = self.index.lookup_probed(&self.pages, &hints, nth, &wanted, Some) else {
+                    break;
+                };
                 parent = seen.as_parent();
                 chain.seen.push(seen.page);
                 found.push(seen.page);
@@ -379,10 +381,7 @@ impl Pool {
         let wanted = self.wanted(prompt, chain, scope, group, page, parent);
         let found = self.index.lookup(&self.pages, &wanted, Some)?.page;
         let fits = !chain.exact
-            || chain
-                .seen
-                .get(page as usize)
-                .is_none_or(|&at| page_before(&self.pages, found.id) == Some(at));
+            || chain.seen.get(page as usize).is_none_or(|&at| page_before(&self.pages, found.id) == Some(at));
         fits.then_some(found)
     }
 

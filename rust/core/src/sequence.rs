@@ -24,13 +24,17 @@
 //! [`Error::Busy`]. While the sequence stands in a batch, its body lies in the batch's row, behind the batch's own lock.
 //! Dropping the last handle closes the sequence.
 //!
-//! Here is how one is opened and what its handle is; what it does is in body.rs.
+//! Here is how one is opened and what its handle is; what it does is in body.rs, how it is suspended and comes back in
+//! suspend.rs.
 
 mod body;
+mod suspend;
 
 use std::sync::{Arc, Weak};
 
 pub(crate) use body::Body;
+pub use suspend::{Mode, State};
+pub(crate) use suspend::{Passage, Promises};
 
 use crate::{
     batch::Shared as BatchShared,
@@ -41,7 +45,7 @@ use crate::{
     pool::{Pool, Scratch},
     prefix::{Hit, Prompt, Range},
     sync::{AtomicU32, Mutex, MutexGuard},
-    word::{TenantId, Tier},
+    word::{Lane, TenantId, Tier},
 };
 
 /// What a sequence is opened with.
@@ -83,6 +87,7 @@ pub struct Sequence {
     /// Its row while it stands in a batch; kept by the batch.
     pub(crate) row: AtomicU32,
     pub(crate) tenant: TenantId,
+    pub(crate) born: u64,
 }
 
 /// What a sequence counts.
@@ -132,7 +137,8 @@ impl Pool {
             })?;
         self.check_tenant(tenant)?;
         let asked = self.ranges(tenant, &open)?;
-        let lane = self.next_lane();
+        let born = self.next_turn();
+        let lane = Lane::wrapped(born);
         let _op = self.enter(lane);
         if open.admit {
             // Whoever pays, it has to fit into the pool; with nothing shared this is the whole answer, before any lookup.
@@ -150,6 +156,7 @@ impl Pool {
             let mut body = Body::new(tenant, lane, tokens, open.max_new_tokens, root, ranges, hit, self);
             body.fallbacks = fallbacks(&asked, &body.ranges, tenant);
             body.protection = self.protection(&open);
+            body.born = born;
             body
         };
         let mut body = begin(ranges, hit, tokens);
@@ -171,6 +178,7 @@ impl Pool {
             }
         }
         body.admitted = if open.max_new_tokens > 0 { total } else { 0 };
+        body.reserved = open.admit;
         Ok(Sequence::handle(self, body))
     }
 

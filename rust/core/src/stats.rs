@@ -104,6 +104,13 @@ counters! {
         RefusedFragmented, "refused_fragmented", Times, "Allocations refused although enough bytes were free: they lay in extents of other page classes.";
         DoubleFrees, "double_frees", Times, "Releases of what was not held: refused, nothing changed.";
         StaleReferences, "stale_references", Times, "Uses of a page by a reference to an earlier life of it: refused, nothing changed.";
+        PlansOpened, "opened_plans", Times, "Plans that took leases and destination frames.";
+        PlansCommitted, "committed_plans", Times, "Plans of which every move was committed.";
+        PlansAborted, "aborted_plans", Times, "Plans that were given up.";
+        PlansExpired, "expired_plans", Times, "Plans whose time was over before somebody ended them.";
+        LateReports, "late_reports", Times, "Commits and aborts of a plan that had ended: ignored, nothing changed.";
+        PagesMoved, "moved_pages", Pages, "Pages that lie in another frame since a plan was committed.";
+        MovesDropped, "dropped_moves", Pages, "Pages that a committed plan left where they were, because they had gone or somebody had begun to write into them.";
         EventsWritten, "written_events", Times, "KV events that got a sequence number.";
         EventsDropped, "dropped_events", Times, "KV events that no reader will get, because the ring was full or their writer stopped.";
     }

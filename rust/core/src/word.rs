@@ -8,6 +8,7 @@
 //! | [`page::PageWord`]: generation, references, pins, state | `word/page.rs` | page.rs |
 //! | [`page::Location`]: tier, class, frame | `word/page.rs` | page.rs |
 //! | `ExtentWord`: class, free count, state of an extent | `word/extent.rs` | frame.rs |
+//! | [`plan::PlanWord`]: how far a plan has come, how it ended | `word/plan.rs` | plan/table.rs |
 //! | `StockWord`, `UsageWord`, `ClaimWord` | `word/ledger.rs` | ledger.rs |
 
 use std::fmt;
@@ -15,6 +16,7 @@ use std::fmt;
 pub mod extent;
 pub mod ledger;
 pub mod page;
+pub mod plan;
 
 macro_rules! index {
     ($(#[$doc:meta])* $name:ident($int:ty), $prefix:literal) => {

@@ -1,6 +1,9 @@
 //! `kvalloc.Batch` and what its steps answer.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{
+    Arc, Mutex, PoisonError,
+    atomic::{AtomicU64, Ordering},
+};
 
 use kvalloc_core::{arrays::Shape, batch::Batch as Core, error::Error, word::GroupId};
 use pyo3::{
@@ -13,9 +16,13 @@ use crate::{
     arrays::{self, Objects},
     errors::InvalidArgument,
     owner::Owner,
+    pool::Pool,
     sequence::Sequence,
     step::Step,
 };
+
+/// Steps taken in this process, of all batches.
+static STEPS: AtomicU64 = AtomicU64::new(0);
 
 /// What a batch and its steps share.
 #[derive(Debug)]
@@ -71,20 +78,25 @@ pub(crate) struct Inner {
 #[derive(Debug)]
 pub(crate) struct Batch {
     inner: Arc<Inner>,
+    pool: Py<Pool>,
     step: Py<Step>,
+    /// Which of the process's steps the arrays show; 0: none yet.
+    step_id: AtomicU64,
     objects: Mutex<Objects>,
     shape: Shape,
 }
 
 impl Batch {
-    pub(crate) fn new(py: Python<'_>, owner: &Owner, shape: Shape) -> PyResult<Self> {
-        let pool = owner.live()?;
-        let objects = Objects::new(py, shape, pool.spec().groups().len())?;
+    pub(crate) fn new(pool: &Bound<'_, Pool>, shape: Shape) -> PyResult<Self> {
+        let (py, owner) = (pool.py(), &pool.get().owner);
+        let books = owner.live()?;
+        let objects = Objects::new(py, shape, books.spec().groups().len())?;
         let shown = objects.bind(py, shape)?;
-        let core = Core::new(pool, shape, Box::new(shown)).map_err(|e| owner.error(py, &e))?;
+        let core = Core::new(books, shape, Box::new(shown)).map_err(|e| owner.error(py, &e))?;
         let inner = Arc::new(Inner { owner: owner.clone(), core });
         let step = Py::new(py, Step::new(&inner))?;
-        Ok(Self { inner, step, objects: Mutex::new(objects), shape })
+        let pool = pool.clone().unbind();
+        Ok(Self { inner, pool, step, step_id: AtomicU64::new(0), objects: Mutex::new(objects), shape })
     }
 
     fn error(&self, py: Python<'_>, error: &Error) -> PyErr {
@@ -238,6 +250,7 @@ impl Batch {
             })?,
         };
         done.map_err(|e| self.error(py, &e))?;
+        self.step_id.store(STEPS.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
         Ok(self.step.clone_ref(py))
     }
 
@@ -472,6 +485,26 @@ impl Batch {
             }
         }
         Ok(rows)
+    }
+
+    /// Pool : The pool that made it.
+    #[getter]
+    fn pool(&self, py: Python<'_>) -> Py<Pool> {
+        self.pool.clone_ref(py)
+    }
+
+    /// Step : What the newest step did: the object that `step` returns.
+    #[getter]
+    fn last(&self, py: Python<'_>) -> Py<Step> {
+        self.step.clone_ref(py)
+    }
+
+    /// int : Names the step that the arrays show: no other step in this process has its number. 0 before the first.
+    ///
+    /// What is derived from the arrays once a step, rather than once a layer, is kept under it.
+    #[getter]
+    fn step_id(&self) -> u64 {
+        self.step_id.load(Ordering::Relaxed)
     }
 
     /// int : Steps that wait for their commit.

@@ -3,6 +3,7 @@
 use kvalloc_core::{
     error::{Error, Refusal, Why},
     ledger::ROOT,
+    plan::Fault,
     pool::Pool,
     word::TenantId,
 };
@@ -16,6 +17,7 @@ mod exceptions {
     pyo3::import_exception!(kvalloc.errors, InvalidArgument);
     pyo3::import_exception!(kvalloc.errors, OutOfPages);
     pyo3::import_exception!(kvalloc.errors, PinError);
+    pyo3::import_exception!(kvalloc.errors, PlanError);
     pyo3::import_exception!(kvalloc.errors, SequenceBusy);
     pyo3::import_exception!(kvalloc.errors, StaleReference);
     pyo3::import_exception!(kvalloc.errors, TenantError);
@@ -118,9 +120,26 @@ pub(crate) fn raised(py: Python<'_>, pool: &Pool, error: &Error) -> PyErr {
         Error::NoGroup { .. } | Error::Argument(_) => InvalidArgument::new_err(text),
         Error::UnknownTenant(_) => UnknownTenant::new_err(text),
         Error::Tenant(_) => TenantError::new_err(text),
+        Error::Plan(fault) => plan_error(py, &text, fault),
         Error::Pin(_) => exceptions::PinError::new_err(text),
         Error::InUse { pages } => with::<exceptions::InUse>(py, text, |v| v.setattr("pages", pages)),
     }
+}
+
+/// A plan that can't be built, read or ended.
+pub(crate) fn plan_error(py: Python<'_>, text: &str, fault: &Fault) -> PyErr {
+    with::<exceptions::PlanError>(py, text.to_owned(), |v| match *fault {
+        Fault::Ended(id, state) => {
+            v.setattr("plan", id.0)?;
+            v.setattr("state", state.name())
+        }
+        Fault::Forgotten(id) | Fault::Unknown(id) => v.setattr("plan", id.0),
+        Fault::Short { asked, short, .. } => {
+            v.setattr("asked", asked)?;
+            v.setattr("shortfall", short)
+        }
+        Fault::Dry | Fault::Altered(_) | Fault::TooLong(_) => Ok(()),
+    })
 }
 
 /// An admission that was refused: `verdict` is wait or never.

@@ -511,13 +511,12 @@ impl Pool {
     ///     For numbers out of range; if a block table would have more than 2**31 entries; if the pool has too many batches.
     #[pyo3(signature = (max_sequences, max_tokens, *, max_step_tokens = None))]
     fn batch(
-        &self,
-        py: Python<'_>,
+        slf: &Bound<'_, Self>,
         max_sequences: &Bound<'_, PyAny>,
         max_tokens: &Bound<'_, PyAny>,
         max_step_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Batch> {
-        let core = self.live()?;
+        let core = slf.get().live()?;
         let rows = args::number(max_sequences, "max_sequences", 1, 1 << 20)?;
         let tokens =
             args::number(max_tokens, "max_tokens", 1, u64::from(kvalloc_core::sequence::MAX_TOKENS))?;
@@ -534,7 +533,7 @@ impl Pool {
         }
         let shape =
             Shape { rows: rows as usize, tokens: tokens as u32, pages: pages as usize, step: step as u32 };
-        Batch::new(py, &self.owner, shape)
+        Batch::new(slf, shape)
     }
 
     /// Pages : The lower face, for engines that keep their own tables.
@@ -757,6 +756,18 @@ impl Pool {
     #[getter]
     fn spec(&self, py: Python<'_>) -> Py<PyAny> {
         self.spec.clone_ref(py)
+    }
+
+    /// int : Usable bytes of the device arena, from frame 0 on: what a store allocates.
+    #[getter]
+    fn device_bytes(&self) -> PyResult<u64> {
+        Ok(self.live()?.arena_bytes(Tier::Device))
+    }
+
+    /// int : Usable bytes of the host tier's arena; 0 if there is none.
+    #[getter]
+    fn host_bytes(&self) -> PyResult<u64> {
+        Ok(self.live()?.arena_bytes(Tier::Host))
     }
 
     /// int : Bytes of the device arena that can be given out.

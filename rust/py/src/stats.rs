@@ -148,6 +148,13 @@ stats! {
     refused_fragmented, RefusedFragmented, "Allocations refused although enough bytes were free: they lay in extents of other page classes (times).";
     double_frees, DoubleFrees, "Releases of what was not held: refused, nothing changed (times).";
     stale_references, StaleReferences, "Uses of a page by a reference to an earlier life of it: refused, nothing changed (times).";
+    opened_plans, PlansOpened, "Plans that took leases and destination frames (times).";
+    committed_plans, PlansCommitted, "Plans of which every move was committed (times).";
+    aborted_plans, PlansAborted, "Plans that were given up (times).";
+    expired_plans, PlansExpired, "Plans whose time was over before somebody ended them (times).";
+    late_reports, LateReports, "Commits and aborts of a plan that had ended: ignored (times).";
+    moved_pages, PagesMoved, "Pages that plans moved to another frame (pages).";
+    dropped_moves, MovesDropped, "Pages that a committed plan left where they were (pages).";
     written_events, EventsWritten, "KV events that got a sequence number (times).";
     dropped_events, EventsDropped, "KV events that no reader will get, because the ring was full or their writer stopped (times).";
 }

@@ -292,7 +292,10 @@ fn ghosts_of_two_threads() {
         ghosts.remember(TENANT, 2, false);
         other.join().expect("no panic");
         let known = [ghosts.recall(TENANT, 1), ghosts.recall(TENANT, 2)];
-        assert!(matches!(known, [Some(true), Some(false)] | [Some(true), None] | [None, Some(false)]), "{known:?}");
+        assert!(
+            matches!(known, [Some(true), Some(false)] | [Some(true), None] | [None, Some(false)]),
+            "{known:?}"
+        );
         assert_eq!((ghosts.recall(TENANT, 1), ghosts.recall(TENANT, 2)), (None, None));
     });
 }

@@ -231,7 +231,7 @@ fn a_leased_page_stays() {
     assert_eq!(books.victim(A), None);
     books
         .pages
-        .transit(pages[0].id, |w| w.unlease(pages[0].generation).map(|(next, _)| next))
+        .transit(pages[0].id, |w| w.unlease(pages[0].generation, false).map(|(next, _)| next))
         .expect("it is leased");
     assert_eq!(books.victim(A), Some(0));
 }

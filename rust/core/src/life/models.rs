@@ -1,4 +1,4 @@
-//! Loom: one page of a whole pool between a hit, a release and an eviction. Whatever the order of their accesses, it is in
+//! Loom: one page of a whole pool between a hit, a release, an eviction and a move to the host tier. Whatever the order of their accesses, it is in
 //! one hand, and the ledger knows in which.
 
 use std::sync::Arc;
@@ -32,7 +32,7 @@ fn pool() -> (Arc<Pool>, TenantId, PageRef) {
     let spec = Spec::new(2, vec![group], Layout::PageMajor, None).expect("a sound spec");
     let options = Options {
         device_bytes: spec.sizes()[0] * 2,
-        host_bytes: 0,
+        host_bytes: spec.sizes()[0] * 2,
         secret: Some(Secret::from_bytes([1; 16])),
         max_tenants: 1,
         compare_tokens: true,
@@ -45,28 +45,47 @@ fn pool() -> (Arc<Pool>, TenantId, PageRef) {
     let mut pages = Vec::new();
     let taken = pool.take(LANE, tenant, G, 1, &mut 0, &mut pages, &mut Scratch::default());
     taken.expect("it is free");
-    let names = Names {
-        key: 7,
-        parent: Parent::Digest(1),
-        tokens: Some(&[1, 2]),
-        counted: false,
-        continued: false,
-    };
+    let names =
+        Names { key: 7, parent: Parent::Digest(1), tokens: Some(&[1, 2]), counted: false, continued: false };
     pool.publish(LANE, pages[0], G, &names, false, &mut News::default()).expect("there is room");
     (Arc::new(pool), tenant, pages[0])
 }
 
-/// The page is free, cached or held so often, and the ledger says the same.
+/// The page is free, cached or held so often, and the books of both tiers say the same.
 fn check(pool: &Pool, tenant: TenantId, page: PageRef, refs: u32) {
     let word = pool.pages.read(page.id);
     assert_eq!(word.refs(), refs);
-    let usage = pool.ledger.usage(Tier::Device, tenant);
-    let expected = (u32::from(word.is_held()), u32::from(word.is_cached()));
-    assert_eq!((usage.held, usage.cached), (Units(expected.0), Units(expected.1)), "{word:?}");
-    let free = pool.arena(Tier::Device).free_bytes() > 0;
-    assert_eq!((word.is_free(), word.is_free()), (free, !pool.slots.is_allocated(page.id)));
+    for tier in Tier::ALL {
+        let here = pool.pages.location(page.id).tier() == Some(tier);
+        let usage = pool.ledger.usage(tier, tenant);
+        let expected = (u32::from(here && word.is_held()), u32::from(here && word.is_cached()));
+        assert_eq!((usage.held, usage.cached), (Units(expected.0), Units(expected.1)), "{tier:?} {word:?}");
+        assert_eq!(here, pool.arena(tier).free_bytes() == 0, "{tier:?} {word:?}");
+        assert_eq!(pool.arena(tier).faults(), 0);
+    }
+    assert_eq!(word.is_free(), !pool.slots.is_allocated(page.id));
     assert_eq!(word.is_indexed(), pool.index.lists(7, page.id));
-    assert_eq!(pool.ledger.faults() + pool.slots.faults() + pool.arena(Tier::Device).faults(), 0);
+    assert_eq!(pool.ledger.faults() + pool.slots.faults(), 0);
+}
+
+/// What a plan has prepared for moving the page to the host tier: where from and where to. `None`: it can't be moved.
+fn depart(pool: &Pool, tenant: TenantId, page: PageRef) -> Option<(Location, Location)> {
+    let from = pool.lease_out(page)?;
+    let mut frames = Vec::new();
+    pool.take_frames(LANE, Tier::Host, tenant, from.class(), 1, &mut frames).expect("it is free");
+    Some((from, Location::new(Tier::Host, from.class(), frames[0])))
+}
+
+/// The end of the move: what is left over goes back.
+fn end(pool: &Pool, tenant: TenantId, page: PageRef, (from, to): (Location, Location), done: bool) {
+    let moved = done && pool.land(LANE, page, from, to);
+    if !done {
+        pool.stay(LANE, page);
+    }
+    let left = if moved { from } else { to };
+    let (tier, class) = (left.tier().expect("a place"), pool.classes[left.class().as_usize()]);
+    pool.arena(tier).release(class.size, left.frame()).expect("it is taken");
+    pool.ledger.discharge(tier, tenant, LANE, Units(class.units));
 }
 
 fn release(pool: &Pool, page: PageRef) -> usize {
@@ -135,5 +154,66 @@ fn two_releases_of_one_reference() {
         let stale = release(&pool, page);
         assert_eq!(stale + other.join().expect("no panic"), 1);
         check(&pool, tenant, page, 0);
+    });
+}
+
+#[test]
+fn a_hit_beside_a_departure() {
+    loom::model(|| {
+        let (pool, tenant, page) = pool();
+        let other = {
+            let pool = Arc::clone(&pool);
+            thread::spawn(move || pool.hold(Lane(1), &[page]).0 == 1)
+        };
+        let way = depart(&pool, tenant, page);
+        if let Some(way) = way {
+            end(&pool, tenant, page, way, true);
+        }
+        let hit = other.join().expect("no panic");
+        assert!(!(hit && way.is_some()), "off the device, and hit");
+        assert!(hit || way.is_some(), "nothing else keeps it");
+        check(&pool, tenant, page, 1 + u32::from(hit));
+    });
+}
+
+#[test]
+fn a_release_beside_the_end_of_a_departure() {
+    for done in [true, false] {
+        loom::model(move || {
+            let (pool, tenant, page) = pool();
+            let way = depart(&pool, tenant, page).expect("held once");
+            let other = {
+                let pool = Arc::clone(&pool);
+                thread::spawn(move || release(&pool, page))
+            };
+            end(&pool, tenant, page, way, done);
+            assert_eq!(other.join().expect("no panic"), 0);
+            check(&pool, tenant, page, 0);
+            // Off the device it is no use to anybody; on it, it can be hit.
+            let word = pool.pages.read(page.id);
+            let kept = pool.pages.location(page.id).tier() == Some(Tier::Device);
+            assert_eq!((word.is_cached(), word.is_free(), word.is_away()), (kept, !kept, false));
+        });
+    }
+}
+
+#[test]
+fn a_release_beside_a_return() {
+    loom::model(|| {
+        let (pool, tenant, page) = pool();
+        let out = depart(&pool, tenant, page).expect("held once");
+        end(&pool, tenant, page, out, true);
+        let from = pool.lease_out(page).expect("held once");
+        let mut frames = Vec::new();
+        pool.take_frames(LANE, Tier::Device, tenant, from.class(), 1, &mut frames).expect("it is free");
+        let to = Location::new(Tier::Device, from.class(), frames[0]);
+        let other = {
+            let pool = Arc::clone(&pool);
+            thread::spawn(move || release(&pool, page))
+        };
+        end(&pool, tenant, page, (from, to), true);
+        assert_eq!(other.join().expect("no panic"), 0);
+        check(&pool, tenant, page, 0);
+        assert!(pool.pages.read(page.id).is_cached(), "it has come back, and can be hit");
     });
 }

@@ -1,7 +1,12 @@
 //! What a sequence is: its counts, its tables, its chain of keys, its promises, and how each of them moves. The counts and
 //! the invariant stand at the head of sequence.rs.
 
-use super::{Counts, MOST_ROOM};
+use std::sync::Arc;
+
+use super::{
+    Counts, MOST_ROOM,
+    suspend::{Passage, State},
+};
 use crate::{
     error::{Error, Refusal},
     evict::Protection,
@@ -13,7 +18,7 @@ use crate::{
     spec::GroupKind,
     stats::Lookup,
     sync::Atom,
-    word::{GroupId, Lane, PageRef, TenantId, Tier, Units},
+    word::{GroupId, Lane, PageRef, TenantId},
 };
 /// The pages of one layer group. Entries before `start` have been released (they left the window).
 #[derive(Clone, Debug, Default)]
@@ -65,8 +70,21 @@ pub(crate) struct Body {
     pub(crate) shared_tail: bool,
     /// The most tokens it was admitted for; 0: no bound of its own.
     pub(crate) admitted: u32,
-    counted: bool,
+    /// Room for all of that was reserved when it was opened.
+    pub(super) reserved: bool,
+    /// Its lookup is counted.
+    pub(super) counted: bool,
+    /// Tokens it looked up when it was resumed; `None`: this is its first run.
+    pub(super) resumed: Option<u32>,
     pub(super) protection: Protection,
+    /// Running or suspended,
+    pub(super) stand: State,
+    /// and the plan that has it in hand (suspend.rs).
+    pub(super) passage: Option<Arc<Passage>>,
+    /// Some of its tokens are not known.
+    pub(super) blind: bool,
+    /// Sequences that are older have a smaller number.
+    pub(crate) born: u64,
 }
 
 impl Body {
@@ -81,46 +99,60 @@ impl Body {
         hit: Hit,
         pool: &Pool,
     ) -> Self {
-        let cached = hit.pages * pool.spec.page_tokens();
-        let state_hit = (0..pool.groups.len())
-            .any(|g| pool.is_state(GroupId(g as u8)) && hit.tables.get(g).is_some_and(|t| !t.1.is_empty()));
-        let mut keys = hit.keys;
-        keys.drain(..keys.len().saturating_sub(KEPT_KEYS));
         pool.sequences[tenant.as_usize()].plus(1);
         // So that steps don't allocate; but an absurd bound takes no memory before it is used.
         let room =
             (tokens.len() + max_new.min(MOST_ROOM) as usize).div_ceil(pool.spec.page_tokens() as usize);
         tokens.reserve(max_new.min(MOST_ROOM) as usize);
+        let mut body = Self {
+            tenant,
+            lane,
+            prompt: tokens.len() as u32,
+            tokens,
+            slots: 0,
+            written: 0,
+            cached: 0,
+            tables: Vec::new(),
+            published: 0,
+            keys: Vec::new(),
+            root,
+            parent: None,
+            ranges,
+            fallbacks: Vec::new(),
+            promises: Vec::new(),
+            promised: Vec::new(),
+            shared_tail: false,
+            admitted: 0,
+            reserved: false,
+            counted: false,
+            resumed: None,
+            protection: Protection::default(),
+            stand: State::Running,
+            passage: None,
+            blind: false,
+            born: 0,
+        };
+        body.begin(pool, hit, room);
+        body
+    }
+
+    /// Begin with what was hit, in tables with room for `room` pages.
+    pub(super) fn begin(&mut self, pool: &Pool, hit: Hit, room: usize) {
+        let state = |g: usize| pool.is_state(GroupId(g as u8));
+        // A snapshot that was hit is copied before the state is written on.
+        self.shared_tail = hit.tables.iter().enumerate().any(|(g, t)| state(g) && !t.1.is_empty());
+        self.cached = hit.pages * pool.spec.page_tokens();
+        (self.slots, self.written, self.published) = (self.cached, self.cached, hit.pages);
+        self.keys = hit.keys[hit.keys.len().saturating_sub(KEPT_KEYS)..].to_vec();
+        self.parent = Some(hit.parent);
         let tables = hit.tables.into_iter().enumerate().map(|(g, (start, mut pages))| {
-            let start = if pool.is_state(GroupId(g as u8)) { 0 } else { start };
+            let start = if state(g) { 0 } else { start };
             let dead = PageRef::from_bits(0);
             pages.splice(..0, std::iter::repeat_n(dead, start as usize));
             pages.reserve(room.saturating_sub(pages.len()));
             Table { start, pages }
         });
-        Self {
-            tenant,
-            lane,
-            prompt: tokens.len() as u32,
-            tokens,
-            slots: cached,
-            written: cached,
-            cached,
-            tables: tables.collect(),
-            published: hit.pages,
-            keys,
-            root,
-            parent: Some(hit.parent),
-            ranges,
-            fallbacks: Vec::new(),
-            promises: Vec::new(),
-            promised: Vec::new(),
-            // A snapshot that was hit is copied before the state is written on.
-            shared_tail: state_hit,
-            admitted: 0,
-            counted: false,
-            protection: Protection::default(),
-        }
+        self.tables = tables.collect();
     }
 
     pub(crate) fn known(&self) -> u32 {
@@ -131,6 +163,7 @@ impl Body {
     pub(crate) fn lose_sight(&mut self, known: u32) {
         self.tokens.resize(known as usize, 0);
         self.parent = None;
+        self.blind = true;
     }
 
     /// How many written and known tokens it takes until there is a page to publish; 0 while the hits are not counted.
@@ -173,8 +206,10 @@ impl Body {
                 }
             } else if pool.is_state(group) {
                 // A hit is a snapshot, which is copied into a page of the sequence's own.
-                let payer = if have > 0 { self.tenant } else { self.payer(page_tokens, 0) };
-                self.add_promise(payer, info.units);
+                if have == 0 || self.slots == self.cached {
+                    let payer = if have > 0 { self.tenant } else { self.payer(page_tokens, 0) };
+                    self.add_promise(payer, info.units);
+                }
             } else {
                 let most = pool.spec.peak_pages(group, total, page_tokens).saturating_sub(have);
                 let mut page = self.tables[g].pages.len() as u32;
@@ -327,14 +362,11 @@ impl Body {
         let spoilt = self.slots > self.written && pool.has_states();
         self.slots = self.written;
         if spoilt {
-            (self.slots, self.written, self.cached, self.shared_tail) = (0, 0, 0, false);
             // Pages of other groups are children of the anchor's, so the anchor's go last.
             for g in self.groups_up(pool) {
                 self.trim_table(pool, lane, g, u32::MAX, scratch);
-                self.tables[g] = Table::default();
             }
-            (self.published, self.keys) = (0, vec![self.root]);
-            self.parent = Some(Parent::Digest(pool.hasher.digest(self.root)));
+            self.begin(pool, Hit::nothing(pool, self.root), 0);
         }
         self.shrink_to(pool, lane, self.slots, scratch);
     }
@@ -538,7 +570,10 @@ impl Body {
     pub(crate) fn count_hits(&mut self, pool: &Pool, lane: Lane) {
         if !self.counted {
             self.counted = true;
-            let mut lookup = Lookup::new(self.prompt, self.cached, false);
+            let mut lookup = match self.resumed {
+                Some(tokens) => Lookup::new(tokens, self.cached, true),
+                None => Lookup::new(self.prompt, self.cached, false),
+            };
             pool.stats.count_lookup(lane, self.tenant, &mut lookup);
         }
     }
@@ -647,8 +682,10 @@ impl Body {
         }
         self.shared_tail = true;
         pool.sequences[self.tenant.as_usize()].plus(1);
+        let born = pool.next_turn();
         Ok(Self {
-            lane: pool.next_lane(),
+            born,
+            lane: Lane::wrapped(born),
             tokens: self.tokens.clone(),
             tables,
             keys: self.keys.clone(),
@@ -659,6 +696,9 @@ impl Body {
             // Slots of steps that are not committed are the parent's alone.
             slots: self.written,
             counted: true,
+            reserved: false,
+            stand: State::Running,
+            passage: None,
             ..*self
         })
     }
@@ -675,11 +715,7 @@ impl Body {
             let table = std::mem::take(&mut self.tables[g]);
             pool.let_go_reversed(self.lane, table.live(), scratch);
         }
-        for (payer, units) in self.promises.drain(..) {
-            if units > 0 {
-                pool.ledger.unpromise(Tier::Device, payer, self.lane, Units(units));
-            }
-        }
+        pool.unpromise(self.lane, &mut self.promises);
         self.parent = None;
         pool.sequences[self.tenant.as_usize()].minus(1);
     }

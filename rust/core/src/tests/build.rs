@@ -9,11 +9,11 @@ use crate::{
     ledger::{Policy, ROOT},
     pool::{Options, Pool},
     spec::{Dtype, GroupKind, GroupSpec, Layout, Spec},
-    word::{TenantId, Units},
+    word::{TenantId, Tier, Units},
 };
 
 /// Tokens of a page.
-pub(super) const PAGE: u32 = 4;
+pub(crate) const PAGE: u32 = 4;
 
 /// A group whose page has `layers * 256` bytes.
 fn group(name: String, kind: GroupKind, layers: u32) -> GroupSpec {
@@ -38,13 +38,13 @@ fn group(name: String, kind: GroupKind, layers: u32) -> GroupSpec {
 }
 
 /// A spec of these groups, `(kind, layers)` each.
-pub(super) fn spec(groups: &[(GroupKind, u32)]) -> Spec {
+pub(crate) fn spec(groups: &[(GroupKind, u32)]) -> Spec {
     let groups = groups.iter().enumerate().map(|(n, &(kind, layers))| group(format!("g{n}"), kind, layers));
     Spec::new(PAGE, groups.collect(), Layout::PageMajor, None).expect("a sound spec")
 }
 
 /// The specs that the tests go through.
-pub(super) fn specs() -> Vec<(&'static str, Spec)> {
+pub(crate) fn specs() -> Vec<(&'static str, Spec)> {
     use GroupKind::*;
     vec![
         ("full", spec(&[(Full, 1)])),
@@ -59,7 +59,7 @@ pub(super) fn specs() -> Vec<(&'static str, Spec)> {
     ]
 }
 
-pub(super) fn options(spec: &Spec, pages: u64) -> Options {
+pub(crate) fn options(spec: &Spec, pages: u64) -> Options {
     let largest = spec.sizes().iter().copied().max().unwrap_or(1);
     // Room for the reserved bytes, and whole extents where there are several sizes.
     Options {
@@ -75,21 +75,28 @@ pub(super) fn options(spec: &Spec, pages: u64) -> Options {
 }
 
 /// A pool of about `pages` of the largest pages.
-pub(super) fn pool(spec: Spec, pages: u64) -> Arc<Pool> {
+pub(crate) fn pool(spec: Spec, pages: u64) -> Arc<Pool> {
     let options = options(&spec, pages);
     Arc::new(Pool::new(spec, &options).expect("a pool"))
 }
 
-pub(super) fn tenant(pool: &Pool, parent: TenantId, name: &str, policy: &Policy) -> TenantId {
+/// The same with a host tier of about `host` of the largest pages.
+pub(crate) fn host_pool(spec: Spec, pages: u64, host: u64) -> Arc<Pool> {
+    let host_bytes = if host == 0 { 0 } else { options(&spec, host).device_bytes };
+    let options = Options { host_bytes, ..options(&spec, pages) };
+    Arc::new(Pool::new(spec, &options).expect("a pool"))
+}
+
+pub(crate) fn tenant(pool: &Pool, parent: TenantId, name: &str, policy: &Policy) -> TenantId {
     pool.ledger().create(parent, name, policy).expect("a tenant")
 }
 
-pub(super) fn plain_tenant(pool: &Pool, name: &str) -> TenantId {
+pub(crate) fn plain_tenant(pool: &Pool, name: &str) -> TenantId {
     tenant(pool, ROOT, name, &Policy::default())
 }
 
 /// A batch with arrays of its own.
-pub(super) fn batch(pool: &Arc<Pool>, rows: usize, tokens: u32) -> Batch {
+pub(crate) fn batch(pool: &Arc<Pool>, rows: usize, tokens: u32) -> Batch {
     let pages = tokens.div_ceil(pool.spec().page_tokens()) as usize;
     let shape = Shape { rows, tokens, pages, step: tokens + rows as u32 };
     Batch::new(pool, shape, Box::new(Owned::new(shape, pool.spec().groups().len()))).expect("a batch")
@@ -97,26 +104,28 @@ pub(super) fn batch(pool: &Arc<Pool>, rows: usize, tokens: u32) -> Batch {
 
 /// The books stand still and balance.
 #[track_caller]
-pub(super) fn green(pool: &Pool) {
+pub(crate) fn green(pool: &Pool) {
     let report = pool.audit();
     assert!(report.exact && report.findings.is_empty(), "{report:#?}");
 }
 
 /// Nothing is held, pinned or promised, and after a reset every byte is free.
 #[track_caller]
-pub(super) fn empty(pool: &Pool) {
-    use crate::word::Tier;
+pub(crate) fn empty(pool: &Pool) {
     green(pool);
-    let balance = pool.audit().balance[0];
-    assert_eq!((balance.held, balance.pinned), (0, 0), "{balance:?}");
+    for balance in pool.audit().balance {
+        assert_eq!((balance.held, balance.pinned), (0, 0), "{balance:?}");
+    }
     for tenant in pool.ledger().ids() {
         assert_eq!(pool.ledger().usage(Tier::Device, tenant).promised, Units(0));
     }
     pool.reset_prefix_cache().expect("nothing is held");
     pool.quiescence.drain(&pool.arenas);
     green(pool);
-    let balance = pool.audit().balance[0];
-    assert_eq!((balance.cached, balance.free), (0, balance.capacity));
-    pool.ledger().drain(Tier::Device);
-    assert_eq!(pool.ledger().usage(Tier::Device, ROOT).subtree, Units(0));
+    for tier in Tier::ALL {
+        let balance = pool.audit().balance[tier.as_usize()];
+        assert_eq!((balance.cached, balance.free), (0, balance.capacity), "{tier:?}");
+        pool.ledger().drain(tier);
+        assert_eq!(pool.ledger().usage(tier, ROOT).subtree, Units(0), "{tier:?}");
+    }
 }

@@ -10,7 +10,7 @@
 
 #[cfg(not(kvalloc_shuttle))]
 mod actor;
-mod build;
+pub(crate) mod build;
 #[cfg(not(kvalloc_shuttle))]
 mod check;
 #[cfg(not(kvalloc_shuttle))]

@@ -4,7 +4,8 @@
 //!
 //! | bits | field | meaning |
 //! | --- | --- | --- |
-//! | 0-17 | `refs` | references held by sequences, batches and callers of the lower face |
+//! | 0-16 | `refs` | references held by sequences, batches and callers of the lower face |
+//! | 17 | `AWAY` | on its way off the device, off it, or on its way back: nobody finds, shares or pins it |
 //! | 18-23 | `pins` | pins on the page |
 //! | 24 | `LIVE` | given out: in hands, in the index, or on its way out |
 //! | 25 | `INDEXED` | has a key and stands in the index: it may be shared |
@@ -24,17 +25,22 @@
 //! | held | > 0 | any | LIVE |
 //! | pinned | 0 | > 0 | LIVE, INDEXED |
 //! | cached | 0 | 0 | LIVE, QUEUED, and INDEXED unless its key was taken from it while it was held |
-//! | orphan | 0 | 0 | LIVE, LEASED: nobody can find it, and a copy still uses its frame; whoever ends the lease frees it |
+//! | orphan | 0 | 0 | LIVE, LEASED, and AWAY or neither INDEXED nor QUEUED: nobody can find it, and a copy still uses its frame; whoever ends the lease frees it |
 //! | leaving | 0 | 0 | LIVE, LEAVING, not QUEUED |
 //!
 //! A cached page is QUEUED from the same transition that made it cached; a held or pinned one may still be QUEUED from
 //! before (it stands in the order once, and the order drops it when it comes up). The generation moves from leaving to
 //! free, and when a page that one holder has loses its key to be written anew ([`PageWord::renew`]): a reference names
 //! one content at most.
+//!
+//! A page goes AWAY in the hands of one holder alone, and nobody else can come by it until it is back: so an AWAY page has
+//! one reference or none. It keeps its key and its children: what continues it is found again when it is back. Without
+//! references it is no use to anybody, and leaves as soon as nothing continues it, QUEUED until then.
 
 use super::{ClassId, FrameId, Generation, Tier};
 
-const REFS: u64 = (1 << 18) - 1;
+const REFS: u64 = (1 << 17) - 1;
+const AWAY: u64 = 1 << 17;
 const PIN_SHIFT: u32 = 18;
 const PINS: u64 = ((1 << 6) - 1) << PIN_SHIFT;
 const LIVE: u64 = 1 << 24;
@@ -47,7 +53,8 @@ const NAMED: u64 = 1 << 30;
 const LEASED: u64 = 1 << 31;
 const GENERATION_SHIFT: u32 = 32;
 
-const _: () = assert!(REFS & PINS == 0 && (REFS | PINS) >> 24 == 0, "counts end below the flags");
+const _: () = assert!(REFS & PINS == 0 && (REFS | AWAY | PINS) >> 24 == 0, "counts end below the flags");
+const _: () = assert!(AWAY & (REFS | PINS) == 0, "a bit of its own between the counts");
 const _: () = assert!(LEASED < 1 << GENERATION_SHIFT, "flags end below the generation");
 
 /// The most references a page can have.
@@ -87,6 +94,20 @@ pub enum Shared {
     Unparked,
 }
 
+/// What became of a page whose copy has ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Ended {
+    /// Somebody holds it, or it stands in the order.
+    Kept,
+    /// Everybody let go meanwhile, and it has a key: it is cached. Until now it counted as held.
+    Cached {
+        /// The caller must put it into the eviction order.
+        enqueue: bool,
+    },
+    /// Everybody let go meanwhile: it is LEAVING, owned by the caller, who frees it.
+    Leaving,
+}
+
 impl PageWord {
     /// The number of references.
     #[inline]
@@ -124,12 +145,19 @@ impl PageWord {
     /// Kept for later hits, free to take.
     #[inline]
     pub const fn is_cached(self) -> bool {
-        self.refs() == 0 && self.pins() == 0 && self.0 & (INDEXED | QUEUED) != 0 && !self.has(LEAVING)
+        self.refs() == 0
+            && self.pins() == 0
+            && self.0 & (INDEXED | QUEUED) != 0
+            && !self.has(LEAVING)
+            && !self.is_orphan()
     }
     /// Let go by all, not to be found, and in use by a copy.
     #[inline]
     pub const fn is_orphan(self) -> bool {
-        self.refs() == 0 && self.pins() == 0 && self.has(LIVE | LEASED) && self.0 & (INDEXED | QUEUED) == 0
+        self.refs() == 0
+            && self.pins() == 0
+            && self.has(LIVE | LEASED)
+            && (self.has(AWAY) || self.0 & (INDEXED | QUEUED) == 0)
     }
     /// Owned by one thread that is taking it out.
     #[inline]
@@ -156,6 +184,11 @@ impl PageWord {
     pub const fn is_proven(self) -> bool {
         self.has(PROVEN)
     }
+    /// On its way off the device, off it, or on its way back.
+    #[inline]
+    pub const fn is_away(self) -> bool {
+        self.has(AWAY)
+    }
     /// A copy uses its frame.
     #[inline]
     pub const fn is_leased(self) -> bool {
@@ -171,7 +204,8 @@ impl PageWord {
     /// One more reference for somebody who holds one already (a fork).
     #[inline]
     pub const fn share_held(self, generation: Generation) -> Option<Self> {
-        if self.generation().0 == generation.0 && self.refs() > 0 && self.refs() < MAX_REFS {
+        if self.generation().0 == generation.0 && self.refs() > 0 && self.refs() < MAX_REFS && !self.has(AWAY)
+        {
             Some(Self(self.0 + 1))
         } else {
             None
@@ -183,7 +217,7 @@ impl PageWord {
     pub const fn share(self, generation: Generation) -> Option<(Self, Shared)> {
         if self.generation().0 != generation.0
             || !self.has(LIVE | INDEXED)
-            || self.has(LEAVING)
+            || self.0 & (LEAVING | AWAY) != 0
             || self.refs() == MAX_REFS
         {
             return None;
@@ -214,13 +248,13 @@ impl PageWord {
             (self, Dropped::Held)
         } else if self.pins() > 0 {
             (self, Dropped::Pinned)
+        } else if self.is_orphan() {
+            (self, Dropped::Held)
         } else if self.has(INDEXED) {
             (Self(self.0 | QUEUED), Dropped::Cached { enqueue: !self.has(QUEUED) })
         } else if self.has(QUEUED) {
             // Its key went while it was held, and the order still lists it: the order takes it out when it comes up.
             (self, Dropped::Cached { enqueue: false })
-        } else if self.has(LEASED) {
-            (self, Dropped::Held)
         } else {
             (Self(self.0 | LEAVING), Dropped::Leaving)
         }
@@ -269,7 +303,7 @@ impl PageWord {
     /// A page that one holder has, and that has no key any more, begins another life in his hands.
     #[inline]
     pub const fn renew(self) -> Option<Self> {
-        if self.refs() == 1 && self.pins() == 0 && self.has(LIVE) && self.0 & (INDEXED | LEASED) == 0 {
+        if self.refs() == 1 && self.pins() == 0 && self.has(LIVE) && self.0 & (INDEXED | LEASED | AWAY) == 0 {
             let next = (self.generation().0.wrapping_add(1) as u64) << GENERATION_SHIFT;
             Some(Self(next | self.0 & u32::MAX as u64))
         } else {
@@ -323,7 +357,7 @@ impl PageWord {
     pub const fn pin(self, generation: Generation) -> Option<(Self, bool)> {
         if self.generation().0 == generation.0
             && self.has(LIVE | INDEXED)
-            && !self.has(LEAVING)
+            && self.0 & (LEAVING | AWAY) == 0
             && self.pins() < MAX_PINS
         {
             Some((Self(self.0 + (1 << PIN_SHIFT)), self.is_cached()))
@@ -352,17 +386,29 @@ impl PageWord {
         }
     }
 
-    /// The copy has ended or its time is over; a second end is `None`. `true`: everybody else let go meanwhile, so it is
-    /// LEAVING, owned by the caller, who frees it.
+    /// A page that one holder has alone begins to leave the device, or to come back to it: nobody else can come by it.
     #[inline]
-    pub const fn unlease(self, generation: Generation) -> Option<(Self, bool)> {
-        if self.generation().0 != generation.0 || !self.has(LEASED) {
-            None
-        } else if self.is_orphan() {
-            Some((Self(self.0 & !LEASED | LEAVING), true))
-        } else {
-            Some((Self(self.0 & !LEASED), false))
+    pub const fn lease_out(self, generation: Generation) -> Option<Self> {
+        match self.lease(generation) {
+            Some(leased) if self.refs() == 1 && self.pins() == 0 => Some(Self(leased.0 | AWAY)),
+            _ => None,
         }
+    }
+
+    /// The copy has ended or its time is over; a second end is `None`. A page that was leased out stays AWAY or not.
+    #[inline]
+    pub const fn unlease(self, generation: Generation, away: bool) -> Option<(Self, Ended)> {
+        if self.generation().0 != generation.0 || !self.has(LEASED) {
+            return None;
+        }
+        let next = Self(self.0 & !(LEASED | AWAY) | if away { AWAY } else { 0 });
+        Some(if !self.is_orphan() {
+            (next, Ended::Kept)
+        } else if self.0 & (INDEXED | QUEUED) != 0 {
+            (Self(next.0 | QUEUED), Ended::Cached { enqueue: !self.has(QUEUED) })
+        } else {
+            (Self(next.0 | LEAVING), Ended::Leaving)
+        })
     }
 }
 
@@ -370,6 +416,7 @@ impl std::fmt::Debug for PageWord {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} refs={} pins={}", self.generation(), self.refs(), self.pins())?;
         for (bit, name) in [
+            (AWAY, "away"),
             (LIVE, "live"),
             (INDEXED, "indexed"),
             (QUEUED, "queued"),
@@ -395,9 +442,17 @@ impl std::fmt::Debug for PageWord {
 /// | 32-39 | page class |
 /// | 40-41 | tier |
 /// | 42 | set in every location, so that 0 is "nowhere" |
+/// | 43 | `OPEN`: it stands in a row of a batch, whose steps write into this frame until the page is published |
+/// | 44 | `OUTSIDE`: an engine with tables of its own was told this frame, and uses it while it holds the page |
+///
+/// Both belong to the frame and not to the page: a move stores a location without them, by compare-exchange on the one
+/// it began with. So whoever sets one before that keeps the page where it is, and whoever comes after sees the new frame.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Location(pub u64);
+
+pub(crate) const OPEN: u64 = 1 << 43;
+pub(crate) const OUTSIDE: u64 = 1 << 44;
 
 impl Location {
     /// Nowhere: the page is free.
@@ -418,10 +473,25 @@ impl Location {
     pub const fn class(self) -> ClassId {
         ClassId((self.0 >> 32) as u8)
     }
+    /// A place that is written to by steps.
+    #[inline]
+    pub const fn open(self) -> Self {
+        Self(self.0 | OPEN)
+    }
+    /// Whether steps write to it.
+    #[inline]
+    pub const fn is_open(self) -> bool {
+        self.0 & OPEN != 0
+    }
+    /// Whether an engine with tables of its own was told it.
+    #[inline]
+    pub const fn is_outside(self) -> bool {
+        self.0 & OUTSIDE != 0
+    }
     /// The tier, `None` for [`Self::NOWHERE`].
     #[inline]
     pub const fn tier(self) -> Option<Tier> {
-        match self.0 >> 40 {
+        match self.0 >> 40 & 7 {
             4 => Some(Tier::Device),
             5 => Some(Tier::Host),
             _ => None,
@@ -432,7 +502,11 @@ impl Location {
 impl std::fmt::Debug for Location {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.tier() {
-            Some(tier) => write!(f, "{tier:?}:{}:{}", self.class(), self.frame()),
+            Some(tier) => {
+                write!(f, "{tier:?}:{}:{}", self.class(), self.frame())?;
+                f.write_str(if self.is_open() { " open" } else { "" })?;
+                f.write_str(if self.is_outside() { " outside" } else { "" })
+            }
             None => f.write_str("nowhere"),
         }
     }
@@ -460,7 +534,7 @@ mod tests {
                 assert_eq!(page.pin(generation).map(|p| p.0), None);
                 assert_eq!(page.unpin(generation).map(|p| p.0), None);
                 assert_eq!(page.lease(generation), None);
-                assert_eq!(word(bits | LEASED).unlease(generation).map(|p| p.0), None);
+                assert_eq!(word(bits | LEASED).unlease(generation, false).map(|p| p.0), None);
                 assert_eq!(page.name(generation), None);
             }
         }
@@ -473,6 +547,48 @@ mod tests {
         assert_eq!(word(LIVE | QUEUED | 1).renew(), Some(next));
         for bits in [LIVE | 2, LIVE | INDEXED | 1, LIVE | 1 | 1 << PIN_SHIFT, LIVE | LEASED | 1, LIVE, 0] {
             assert_eq!(word(bits).renew(), None);
+        }
+    }
+
+    #[test]
+    fn a_page_goes_away_in_the_hands_of_one_holder() {
+        let generation = Generation(3);
+        for bits in
+            [0, LIVE | 2, LIVE | INDEXED | QUEUED, LIVE | LEASED | 1, LIVE | INDEXED | 1 | 1 << PIN_SHIFT]
+        {
+            assert_eq!(word(bits).lease_out(generation), None, "{:?}", word(bits));
+        }
+        let out = word(LIVE | INDEXED | 1).lease_out(generation).expect("one holder, no pin");
+        assert_eq!(out, word(LIVE | INDEXED | LEASED | AWAY | 1));
+        // Nobody else comes by it, nor does its holder change it.
+        assert_eq!(out.share(generation).map(|p| p.0), None);
+        assert_eq!((out.share_held(generation), out.renew(), out.lease(generation)), (None, None, None));
+        assert_eq!(out.pin(generation).map(|p| p.0), None);
+        let (there, ended) = out.unlease(generation, true).expect("it was leased");
+        assert_eq!((there, ended), (word(LIVE | INDEXED | AWAY | 1), Ended::Kept));
+        assert_eq!(there.share(generation).map(|p| p.0), None);
+        assert_eq!(there.unlease(generation, true), None);
+        // Back, by the same way.
+        let (back, _) =
+            there.lease_out(generation).and_then(|w| w.unlease(generation, false)).expect("held once");
+        assert_eq!(back, word(LIVE | INDEXED | 1));
+    }
+
+    #[test]
+    fn what_is_let_go_on_its_way_waits_for_the_copy() {
+        let generation = Generation(3);
+        let out = |bits: u64| word(LIVE | 1 | bits).lease_out(generation).expect("one holder, no pin");
+        for (bits, end, state) in [
+            (0, Ended::Leaving, LIVE | LEAVING),
+            (INDEXED, Ended::Cached { enqueue: true }, LIVE | INDEXED | QUEUED),
+            (INDEXED | QUEUED, Ended::Cached { enqueue: false }, LIVE | INDEXED | QUEUED),
+            (QUEUED, Ended::Cached { enqueue: false }, LIVE | QUEUED),
+        ] {
+            let (orphan, dropped) = out(bits).drop_ref(generation).expect("held");
+            assert_eq!((orphan.is_orphan(), orphan.is_cached(), dropped), (true, false, Dropped::Held));
+            assert_eq!(orphan.evict(), None);
+            assert_eq!(orphan.unlease(generation, false), Some((word(state), end)));
+            assert_eq!(orphan.unlease(generation, true), Some((word(state | AWAY), end)));
         }
     }
 

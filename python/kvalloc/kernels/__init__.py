@@ -1,0 +1,1 @@
+"""Attention, writes and copies over pages. `reference` is the truth that the others are tested against."""

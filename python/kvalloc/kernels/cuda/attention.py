@@ -1,0 +1,268 @@
+"""Attention over pages in CUDA C: options, grids and argument checks of ``attention.cu``."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kvalloc.errors import InvalidArgument
+from kvalloc.kernels.cuda import check
+from kvalloc.kernels.cuda.backend import Array, Backend, aligned, default_backend, pointer, rows, strides
+
+__all__ = ["attention_options", "paged_attention"]
+
+THREADS = 128
+MOST_K_DIM, MOST_V_DIM = 576, 512
+MOST_SPLITS, SPLIT_TOKENS = 64, 256  # shares of a row's keys, and how many keys make a share worth while
+BLOCKS_PER_PROCESSOR = 4
+QUERY_KINDS = ("float32", "float16", "bfloat16", "uint16")
+F32 = check.KINDS["float32"]
+
+
+def head_tile(k_dim: int, v_dim: int, group: int) -> int:
+    """Return how many query heads of a group a block works on: what registers hold, equally shared out."""
+    most = 8 if max(k_dim, v_dim) <= 256 else 4
+    return math.ceil(group / math.ceil(group / most))
+
+
+def row_tile(k_dim: int, v_dim: int) -> int:
+    """Return the rows per thread of prefill: as many as 48 KiB of shared memory and 64 accumulators allow."""
+    widest = max(k_dim, v_dim)
+    return 4 if widest <= 64 else 2 if widest <= 256 else 1
+
+
+def attention_options(
+    *,
+    q: int,
+    kv: int,
+    small: int,
+    k_dim: int,
+    v_dim: int,
+    shared: bool,
+    page_tokens: int,
+    group: int,
+    vector: int,
+) -> tuple[str, ...]:
+    """Return the compiler options of ``attention.cu`` for one geometry.
+
+    Parameters
+    ----------
+    q, kv, small : int
+        Kinds of the queries, the pages and the compressed pages (-1: none), as ``check.KINDS`` numbers them.
+    k_dim, v_dim : int
+        Values of a head of K, of V.
+    shared : bool
+        Whether V is the first `v_dim` values of K.
+    page_tokens : int
+        Tokens of a page.
+    group : int
+        Query heads per KV head.
+    vector : int
+        Whether rows are aligned for vector loads.
+    """
+    heads = head_tile(k_dim, v_dim, group)
+    unroll = 2 if heads > 4 or kv == F32 or max(k_dim, v_dim) > 256 else 4
+    values = {
+        "Q": q,
+        "KV": kv,
+        "SMALL": small,
+        "K_DIM": k_dim,
+        "V_DIM": v_dim,
+        "SHARED_KV": int(shared),
+        "PAGE_TOKENS": page_tokens,
+        "GROUP": group,
+        "HEAD_TILE": heads,
+        "VECTOR": vector,
+        "UNROLL": unroll,
+        "ROW_TILE": row_tile(k_dim, v_dim),
+    }
+    return tuple(f"-D{name}={value}" for name, value in values.items())
+
+
+def _count(name: str, value: int | None) -> int:
+    if value is not None and value < 1:
+        raise InvalidArgument(f"{name} is {value}; it must be at least 1, or None")
+    return value or 0
+
+
+def paged_attention(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    block_table: Array,
+    seq_lens: Array,
+    query_start_loc: Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
+    v_dim: int | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    small: tuple[Array, Array | None, Array | None, Array | None] | None = None,
+    max_query_len: int | None = None,
+    out: Array | None = None,
+    backend: Backend | None = None,
+) -> Array:
+    """Attend to the keys and values in pages: decode rows and prefill chunks, mixed in one batch.
+
+    The KV of the queries' own tokens is in the pages already. The last query token of a row has the position
+    ``seq_lens - 1`` and sees itself and what lies before it. Only positions that some query sees are read.
+
+    Parameters
+    ----------
+    q : array [tokens, heads, k_dim], float32, float16 or bfloat16
+        Queries. `heads` is a multiple of `kv_heads`: heads of a group are neighbours.
+    k, v : array [frames, page_tokens, kv_heads, k_dim or v_dim]
+        One layer's view of the pages: float32, float16, bfloat16, int8 or float8 e4m3. Strided, values of a
+        row adjacent. numpy has no bfloat16 and no float8: uint16 and uint8 stand for their bits. ``v=None``:
+        V is the first `v_dim` values of K (a latent).
+    block_table : array [rows, max_pages], int32
+        Frame of each page of a row. An entry ``~frame`` (negative) names a frame of `small`.
+    seq_lens : array [rows], int32
+        Length of each row with the queries' tokens; 0 gives zeros.
+    query_start_loc : array [rows + 1], int32
+        The first query token of each row, and the end of the last.
+    scale : float, optional
+        Factor of the products; 1 / sqrt(k_dim) unless given.
+    window, chunk : int, optional
+        A token sees the last `window` tokens with itself; those from the last multiple of `chunk` on.
+    soft_cap : float, optional
+        Scores s become ``soft_cap * tanh(s / soft_cap)``.
+    sinks : array [heads], float32, optional
+        A score per head that takes part in the softmax and has no value.
+    v_dim : int, optional
+        Values of a V head where `v` is None.
+    k_scale, v_scale : array [frames, page_tokens, kv_heads], float16, optional
+        Of int8 pages: what their values are multiples of.
+    small : tuple, optional
+        ``(k, v, k_scale, v_scale)`` of the compressed class, with the same page tokens and dimensions.
+    max_query_len : int, optional
+        The most query tokens of a row. 1 saves a launch.
+    out : array [tokens, heads, v_dim], optional
+        Where to write, in q's dtype; made if not given. Rows of tokens beyond the last row are left as they
+        are.
+    backend : Backend, optional
+        What runs the kernels; cupy's current device and stream unless given.
+
+    Returns
+    -------
+    array [tokens, heads, v_dim], q's dtype
+
+    Raises
+    ------
+    InvalidArgument
+        If shapes, dtypes or strides don't fit. Nothing was launched.
+    """
+    backend = backend or default_backend()
+    check.shape("q", q, None, None, None)
+    q_kind, kv_kind = check.kind_of("q", q, QUERY_KINDS), check.keys("", k, v, k_scale, v_scale)
+    tokens, heads, k_dim = q.shape
+    _, page_tokens, kv_heads, _ = k.shape
+    check.shape("k", k, None, None, None, k_dim)
+    if v is not None:
+        if v_dim not in (None, v.shape[3]):
+            raise InvalidArgument(f"v_dim is {v_dim}, and rows of v have {v.shape[3]} values")
+        v_dim = int(v.shape[3])
+    elif v_dim is None or not 1 <= v_dim <= k_dim:
+        raise InvalidArgument(
+            f"v_dim is {v_dim}: without v it says how many of the {k_dim} values of K are V"
+        )
+    if k_dim > MOST_K_DIM or v_dim > MOST_V_DIM:
+        most = f"at most {MOST_K_DIM} and {MOST_V_DIM}"
+        raise InvalidArgument(f"heads of K and V have {k_dim} and {v_dim} values; these kernels take {most}")
+    if not kv_heads or heads % kv_heads:
+        raise InvalidArgument(f"{heads} query heads can't be shared out over {kv_heads} KV heads")
+    small_kind = -1
+    if small is not None:
+        small_kind = check.keys("small ", *small)
+        check.shape("small k", small[0], None, page_tokens, kv_heads, k_dim)
+        if (small[1] is None) != (v is None):
+            raise InvalidArgument("both classes of pages have V, or neither has")
+        if small[1] is not None:
+            check.shape("small v", small[1], None, page_tokens, kv_heads, v_dim)
+    check.shape("block_table", block_table, None, None)
+    count = int(block_table.shape[0])
+    check.shape("seq_lens", seq_lens, count)
+    check.shape("query_start_loc", query_start_loc, count + 1)
+    for name, array in (
+        ("block_table", block_table),
+        ("seq_lens", seq_lens),
+        ("query_start_loc", query_start_loc),
+    ):
+        check.integers(name, array, "int32")
+    if sinks is not None:
+        check.shape("sinks", sinks, heads)
+        check.kind_of("sinks", sinks, ("float32",))
+    if soft_cap is not None and not soft_cap > 0:
+        raise InvalidArgument(f"soft_cap is {soft_cap}; it must be positive, or None")
+    if out is None:
+        out = backend.zeros((tokens, heads, v_dim), q.dtype)
+    check.shape("out", out, tokens, heads, v_dim)
+    if check.kind_of("out", out, QUERY_KINDS) != q_kind:
+        raise InvalidArgument(f"out is {out.dtype} and q is {q.dtype}: they must be the same")
+    small_frames = 0 if small is None else int(small[0].shape[0])
+    check.batch(
+        backend, tokens, block_table, seq_lens, query_start_loc, page_tokens, int(k.shape[0]), small_frames
+    )
+    if not tokens or not count:
+        return out
+
+    group = heads // kv_heads
+    keys = (k, v, k_scale, v_scale)
+    small_keys = small or (None, None, None, None)
+    options = attention_options(
+        q=q_kind,
+        kv=kv_kind,
+        small=small_kind,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        shared=v is None,
+        page_tokens=page_tokens,
+        group=group,
+        vector=aligned(backend, k, v, *small_keys[:2]),
+    )
+    span = min([n for n in (window, chunk) if n] + [int(block_table.shape[1]) * page_tokens])
+    tiles = kv_heads * math.ceil(group / head_tile(k_dim, v_dim, group))
+    splits = _splits(backend.processors, count * tiles, span)
+    sink = pointer(backend, sinks)
+    common: tuple[Any, ...] = (
+        pointer(backend, q),
+        *strides(q, 2),
+        *rows(backend, *keys),
+        *rows(backend, *small_keys),
+        pointer(backend, block_table),
+        *strides(block_table, 1),
+        pointer(backend, seq_lens),
+        pointer(backend, query_start_loc),
+        np.float32(k_dim**-0.5 if scale is None else scale),
+        np.int32(_count("window", window)),
+        np.int32(_count("chunk", chunk)),
+        np.float32(soft_cap or 0.0),
+        sink,
+    )
+    target = (pointer(backend, out), *strides(out, 2))
+
+    partial = backend.empty((count, heads, splits, v_dim), np.float32) if splits > 1 else None
+    tops = backend.empty((count, heads, splits), np.float32) if splits > 1 else None
+    shares = (pointer(backend, partial), pointer(backend, tops))
+    decode = backend.kernel("attention.cu", "paged_decode", options, THREADS)
+    decode((count, tiles, splits), (*common, *target, *shares, np.int32(splits)))
+    if splits > 1:
+        merge = backend.kernel("attention.cu", "merge_splits", options, THREADS)
+        merge(
+            (count, heads, 1), (*shares, np.int32(splits), pointer(backend, query_start_loc), sink, *target)
+        )
+    if max_query_len is None or max_query_len > 1:
+        tile_tokens = THREADS // 8 * row_tile(k_dim, v_dim) // head_tile(k_dim, v_dim, group)
+        prefill = backend.kernel("attention.cu", "paged_prefill", options, THREADS)
+        prefill((tokens // tile_tokens + count, tiles, 1), (*common, *target, np.int32(count)))
+    return out
+
+
+def _splits(processors: int, blocks: int, span: int) -> int:
+    """Return into how many shares a row's keys are cut, so that every processor has work."""
+    wanted = math.ceil(processors * BLOCKS_PER_PROCESSOR / max(blocks, 1))
+    return max(1, min(wanted, math.ceil(span / SPLIT_TOKENS), MOST_SPLITS))

@@ -1,0 +1,536 @@
+"""What all stores share: the protocol, the checks, and one store per pool and rank.
+
+A store is the tensor behind a pool's page numbers. The books say *which* frame a page lies in; the store
+says where that frame's bytes are, writes K and V into them, and attends over them. A new kind of store
+fills in the abstract methods of `BaseStore`, in one file.
+"""
+
+import math
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import (
+    Any,
+    Final,
+    Generic,
+    NamedTuple,
+    Protocol,
+    Self,
+    SupportsFloat,
+    TypeVar,
+    runtime_checkable,
+)
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvalloc._core import Batch, Pool
+from kvalloc.errors import ClosedError, InUse, InvalidArgument, OutOfMemory, WrongPool
+from kvalloc.layers import LayerGroup
+from kvalloc.sizes import format_bytes
+from kvalloc.spec import KVSpec
+from kvalloc.store.geometry import ClassGeometry, Plane, class_geometry
+from kvalloc.store.steps import Rows, read_step
+
+__all__ = ["BaseStore", "KVView", "Store"]
+
+A = TypeVar("A")
+
+_open: Final[weakref.WeakValueDictionary[tuple[int, int], "BaseStore[Any]"]] = weakref.WeakValueDictionary()
+_opening: Final = threading.Lock()
+
+
+class KVView(NamedTuple, Generic[A]):
+    """The tensors of one layer, as strided views of the store's arena.
+
+    Attributes
+    ----------
+    k : array [frames, page_tokens, kv_heads, k_dim]
+        K; of a latent (MLA) the latent.
+    v : array [frames, page_tokens, kv_heads, v_dim] or None
+        V; None for a latent, whose first values are V.
+    k_scale, v_scale : array float16 [frames, page_tokens, kv_heads] or None
+        Scales, for int8.
+    """
+
+    k: A
+    v: A | None
+    k_scale: A | None
+    v_scale: A | None
+
+
+@runtime_checkable
+class Store(Protocol):
+    """What every store does. Arrays are those of its library: numpy, torch, cupy."""
+
+    pool: Pool
+    spec: KVSpec
+    rank: int
+    ranks: int
+
+    @property
+    def closed(self) -> bool:
+        """Whether the store, or its pool, was closed."""
+
+    @property
+    def device(self) -> Any:
+        """Where the arena lies."""
+
+    def views(self, layer: int, *, small: bool = False) -> KVView[Any]:
+        """K and V of a layer, no copy."""
+
+    def page_bytes_view(self, cls: int) -> Any:
+        """Bytes of all pages of a class, no copy."""
+
+    def write(self, layer: int, k: Any, v: Any, batch: Batch) -> None:
+        """Put the K and V of a step's tokens into their pages."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        batch: Batch,
+        *,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: Any = None,
+        v_dim: int | None = None,
+    ) -> Any:
+        """Write K and V, and attend over each row's pages."""
+
+    def copy(self, copies: NDArray[np.int32]) -> None:
+        """Copy pages: `Step.copies`."""
+
+    def read_pages(self, cls: int, frames: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Copy pages to ordinary memory."""
+
+    def write_pages(self, cls: int, frames: NDArray[np.int32], content: NDArray[np.uint8]) -> None:
+        """Copy pages from ordinary memory."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a call to `attend` was found to be."""
+
+    tokens: int
+    heads: int
+    v_dim: int
+
+
+class BaseStore(ABC, Generic[A]):
+    """A store over some array library.
+
+    Parameters
+    ----------
+    pool : Pool
+        The books.
+    rank, ranks : int, optional
+        This store holds the KV heads ``rank * n`` to ``(rank + 1) * n - 1`` of each group, where n is the
+        spec's ``kv_heads / ranks``: the spec is that of all ranks together, and so are the books' bytes. With
+        a spec that is one rank's already (``KVSpec.from_hf_config(config, tp=...)``) leave them at 0 and 1.
+        Frame numbers are the same on all ranks.
+    """
+
+    def __init__(self, pool: Pool, *, rank: int = 0, ranks: int = 1) -> None:
+        self._arena: A | None = None
+        if not isinstance(pool, Pool):
+            raise InvalidArgument(f"pool must be a kvalloc.Pool, not {pool!r}")
+        if pool.closed:
+            raise ClosedError("the pool is closed; a store needs an open one")
+        if ranks < 1 or not 0 <= rank < ranks:
+            raise InvalidArgument(f"rank {rank} of {ranks}: ranks count from 0 to ranks - 1")
+        self.pool = pool
+        self.spec = pool.spec
+        self.rank = rank
+        self.ranks = ranks
+        self.classes = tuple(
+            class_geometry(self.spec, index, pool.device_bytes, ranks)
+            for index in range(len(self.spec.classes))
+        )
+        self.device_bytes = pool.device_bytes // ranks
+        with _opening:
+            other = _open.get((id(pool), rank))
+            if other is not None and not other.closed:
+                raise InUse(f"the pool has a store already: {other!r}; close it first")
+            self._arena = self._allocated()
+            _open[id(pool), rank] = self
+        self._views: dict[tuple[int, int, bool], KVView[A]] = {}
+        self._step: dict[int, tuple[int, Rows]] = {}
+
+    # -- what a library fills in -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _allocate(self, size: int) -> A:
+        """Bytes (uint8 [size]), not touched yet. Raises MemoryError."""
+
+    @abstractmethod
+    def _available(self) -> int:
+        """Bytes that could be allocated."""
+
+    @abstractmethod
+    def _strided(self, dtype: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> A:
+        """A view of the arena; offset and strides in elements."""
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def _allocated(self) -> A:
+        fits = self._available()
+        if self.device_bytes <= fits:
+            try:
+                return self._allocate(self.device_bytes)
+            except MemoryError:
+                fits = min(self._available(), self.device_bytes - 1)
+        each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
+        error = OutOfMemory(
+            f"the pool has {format_bytes(self.device_bytes)}{each}, and "
+            f"{self.device} has {format_bytes(fits)} available; make a pool with a smaller device_bytes"
+        )
+        error.asked, error.room = self.device_bytes, fits
+        raise error
+
+    @property
+    @abstractmethod
+    def device(self) -> Any:
+        """Where the arena lies."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the store, or its pool, was closed."""
+        return self._arena is None or self.pool.closed
+
+    def _live(self) -> A:
+        if self._arena is None:
+            raise ClosedError("the store is closed; its tensor is gone")
+        if self.pool.closed:
+            raise ClosedError("the store's pool is closed")
+        return self._arena
+
+    def close(self) -> None:
+        """Give the memory back. Views that are still around keep it alive; take none with you."""
+        self._arena = None
+        self._views.clear()
+        self._step.clear()
+        with _opening:
+            if _open.get((id(self.pool), self.rank)) is self:
+                del _open[id(self.pool), self.rank]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        rank = f" rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
+        state = ", closed" if self.closed else ""
+        return (
+            f"<kvalloc.{type(self).__name__}{rank} {format_bytes(self.device_bytes)} on {self.device}{state}>"
+        )
+
+    # -- views -----------------------------------------------------------------------------------------------
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """Group of a layer, and its number there.
+
+        Parameters
+        ----------
+        layer : int
+            Of the model.
+
+        Returns
+        -------
+        group, layer_in_group : int
+
+        Raises
+        ------
+        InvalidArgument
+            There is no such layer, or it keeps no KV.
+        """
+        layers = self.spec.layer_map
+        if not 0 <= layer < len(layers):
+            raise InvalidArgument(f"layer {layer}: the spec has layers 0 to {len(layers) - 1}")
+        at = layers[layer]
+        if at is None:
+            raise InvalidArgument(f"layer {layer} keeps no K and V (it has a fixed state, or no attention)")
+        return at
+
+    def _class(self, group: int, small: bool) -> ClassGeometry:
+        if not small:
+            return self.classes[group]
+        cls = self.spec.small_class(group)
+        if cls is None:
+            raise InvalidArgument(
+                f"group {self.spec.groups[group].name!r} has no small class; give the spec a small_dtype"
+            )
+        return self.classes[self.spec.classes.index(cls)]
+
+    def views(self, layer: int, *, small: bool = False) -> KVView[A]:
+        """K and V of a layer, as strided views of the arena; nothing is copied.
+
+        Parameters
+        ----------
+        layer : int
+            Of the model.
+        small : bool, optional
+            The pages of the small class, rather than those of the group's own.
+
+        Returns
+        -------
+        KVView
+            ``k`` and ``v`` [frames, page_tokens, kv_heads, dim]. Layers that share KV have the same.
+
+        Raises
+        ------
+        InvalidArgument, ClosedError
+        """
+        self._live()
+        group, at = self.place(layer)
+        view = self._views.get((group, at, small))
+        if view is None:
+            page = self._class(group, small)
+            planes = (page.k, page.v, page.k_scale, page.v_scale)
+            view = KVView(*(self._plane(page, plane, at) for plane in planes))
+            self._views[group, at, small] = view
+        return view
+
+    def _plane(self, page: ClassGeometry, plane: Plane | None, layer: int) -> Any:
+        return None if plane is None else self._strided(plane.dtype, *page.strided(plane, layer))
+
+    def page_parts(self, cls: int) -> list[A]:
+        """Bytes of all pages of a class, in as many pieces as the layout cuts them.
+
+        Parameters
+        ----------
+        cls : int
+            Index in ``spec.classes``.
+
+        Returns
+        -------
+        list of uint8 [frames, bytes]
+            One for page-major, one per layer for layer-major.
+        """
+        self._live()
+        if not 0 <= cls < len(self.classes):
+            raise InvalidArgument(f"class {cls}: the spec has classes 0 to {len(self.classes) - 1}")
+        page = self.classes[cls]
+        return [self._strided("uint8", *page.part(part)) for part in range(page.parts)]
+
+    def page_bytes_view(self, cls: int) -> A:
+        """Bytes of all pages of a class, no copy.
+
+        Parameters
+        ----------
+        cls : int
+            Index in ``spec.classes``.
+
+        Returns
+        -------
+        uint8 [frames, page_bytes]
+
+        Raises
+        ------
+        InvalidArgument
+            The layout is layer-major: a page is not one run of bytes. See `page_parts`.
+        """
+        parts = self.page_parts(cls)
+        if self.spec.layout != "page_major":
+            raise InvalidArgument("with layout='layer_major' a page is not one run of bytes; use page_parts")
+        return parts[0]
+
+    # -- pages from and to ordinary memory -------------------------------------------------------------------
+
+    @abstractmethod
+    def _to_host(self, pages: A) -> NDArray[np.uint8]:
+        """The same bytes in ordinary memory."""
+
+    @abstractmethod
+    def _from_host(self, pages: NDArray[np.uint8]) -> A:
+        """The same bytes where the arena lies."""
+
+    def read_pages(self, cls: int, frames: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Copy pages to ordinary memory.
+
+        Parameters
+        ----------
+        cls : int
+            Index in ``spec.classes``.
+        frames : int32 [n]
+            Frames of the class.
+
+        Returns
+        -------
+        uint8 [n, page_bytes]
+            Whatever the layout, layer by layer: a page of one store is a page of another with this spec.
+
+        Raises
+        ------
+        InvalidArgument
+            No such class or frame.
+        ClosedError
+        """
+        parts = self.page_parts(cls)
+        at = self._checked_frames(cls, frames)
+        return np.concatenate([self._to_host(part[at]) for part in parts], axis=1)  # type: ignore[index]
+
+    def write_pages(self, cls: int, frames: NDArray[np.int32], content: NDArray[np.uint8]) -> None:
+        """Copy pages from ordinary memory.
+
+        Parameters
+        ----------
+        cls : int
+            Index in ``spec.classes``.
+        frames : int32 [n]
+            Frames of the class.
+        content : uint8 [n, page_bytes]
+            What `read_pages` returned, of this store or another with its spec.
+
+        Raises
+        ------
+        InvalidArgument
+            No such class or frame, or content of another shape or dtype.
+        ClosedError
+        """
+        parts = self.page_parts(cls)
+        at, size = self._checked_frames(cls, frames), self.classes[cls].page_bytes
+        if content.shape != (len(at), size) or content.dtype != np.uint8:
+            raise InvalidArgument(
+                f"content is {content.dtype} {content.shape}; "
+                f"it must be uint8 {(len(at), size)}: frames, page bytes"
+            )
+        step = size // len(parts)
+        for n, part in enumerate(parts):
+            piece = np.ascontiguousarray(content[:, n * step : (n + 1) * step])
+            part[at] = self._from_host(piece)  # type: ignore[index]
+
+    def _checked_frames(self, cls: int, frames: NDArray[np.int32]) -> NDArray[np.int64]:
+        at, count = np.asarray(frames), self.classes[cls].frames
+        if at.ndim != 1 or not np.issubdtype(at.dtype, np.integer):
+            raise InvalidArgument(f"frames must be int32 [n], not {at.dtype} {at.shape}")
+        if len(at) and not (at.min() > 0 and at.max() < count):
+            raise InvalidArgument(
+                f"frames {at.min()} to {at.max()}: class {cls} has frames 1 to {count - 1} (0 is padding)"
+            )
+        return at.astype(np.int64)
+
+    # -- checks ----------------------------------------------------------------------------------------------
+
+    def _rows(self, batch: Batch, group: int) -> Rows:
+        """What the batch's newest step asks of a group; worked out once a step."""
+        if not isinstance(batch, Batch):
+            raise InvalidArgument(f"batch must be a kvalloc.Batch, not {batch!r}")
+        if batch.pool is not self.pool:
+            raise WrongPool("the batch belongs to another pool than the store")
+        step = batch.step_id
+        known = self._step.get(group)
+        if known is not None and known[0] == step:
+            return known[1]
+        if not step:
+            raise InvalidArgument("the batch has taken no step yet; call batch.step() first")
+        cls = self.spec.small_class(group)
+        small = None if cls is None else self.classes[self.spec.classes.index(cls)]
+        rows = read_step(batch, group, self.classes[group], small, self.spec.page_tokens)
+        self._step[group] = (step, rows)
+        return rows
+
+    def _check_kv(self, group: LayerGroup, k: Any, v: Any, num_tokens: int) -> None:
+        for name, array, dim in (("k", k, group.k_dim), ("v", v, group.v_dim)):
+            if name == "v" and not dim:
+                if array is not None:
+                    raise InvalidArgument("a latent has no V of its own: pass v=None, and v_dim")
+                continue
+            self._check_array(name, array, (num_tokens, group.kv_heads, dim))
+
+    def _check_array(self, name: str, array: Any, shape: tuple[int, ...]) -> None:
+        self._check_kind(name, array)
+        if tuple(array.shape) != shape:
+            meaning = ("tokens of the step", "KV heads of this rank", "values of a head")
+            told = ", ".join(f"{n} {word}" for n, word in zip(shape, meaning, strict=True))
+            raise InvalidArgument(f"{name} has shape {tuple(array.shape)}; it must be {shape}: {told}")
+
+    @abstractmethod
+    def _check_kind(self, name: str, array: Any) -> None:
+        """Refuse what is not a floating-point array on the store's device."""
+
+    def _check_q(self, group: LayerGroup, q: Any, num_tokens: int, v_dim: int | None) -> Shape:
+        self._check_kind("q", q)
+        shape = tuple(q.shape)
+        if (
+            len(shape) != 3
+            or shape[0] != num_tokens
+            or shape[2] != group.k_dim
+            or shape[1] % group.kv_heads
+            or not shape[1]
+        ):
+            raise InvalidArgument(
+                f"q has shape {shape}; it must be ({num_tokens}, heads, {group.k_dim}): tokens of the "
+                f"step, heads of this rank (a multiple of its {group.kv_heads} KV heads), values of a head"
+            )
+        own = group.v_dim or group.k_dim
+        if v_dim is not None and ((group.v_dim and v_dim != own) or not 0 < v_dim <= own):
+            raise InvalidArgument(f"v_dim is {v_dim}; group {group.name!r} has V of {own} values")
+        if v_dim is None and not group.v_dim:
+            raise InvalidArgument(
+                f"group {group.name!r} is a latent: say with v_dim how many of its values are V"
+            )
+        return Shape(num_tokens, shape[1], v_dim or own)
+
+    @staticmethod
+    def _scale(scale: SupportsFloat | None, group: LayerGroup) -> float:
+        if scale is None:
+            return 1.0 / math.sqrt(group.k_dim)
+        value = float(scale)
+        if not math.isfinite(value):
+            raise InvalidArgument(f"scale is {scale!r}; it must be a finite number")
+        return value
+
+    @staticmethod
+    def _soft_cap(soft_cap: SupportsFloat | None) -> float | None:
+        if soft_cap is None:
+            return None
+        value = float(soft_cap)
+        if not (math.isfinite(value) and value > 0):
+            raise InvalidArgument(f"soft_cap is {soft_cap!r}; it must be above 0, or None")
+        return value
+
+    def _checked_copies(
+        self, copies: NDArray[np.int32]
+    ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+        """Sources and destinations by class."""
+        self._live()
+        moves = np.asarray(copies)
+        if moves.ndim != 2 or moves.shape[1] != 3 or moves.dtype.kind not in "iu":
+            raise InvalidArgument(
+                f"copies has shape {moves.shape} and dtype {moves.dtype}; "
+                "it must be int32 [n, 3]: group, source, destination"
+            )
+        wide: NDArray[np.int64] = moves.astype(np.int64)
+        if len(wide) and not (wide[:, 0].min() >= 0 and wide[:, 0].max() < len(self.spec.groups)):
+            raise InvalidArgument(
+                f"copies names a group that is not there; the spec has {len(self.spec.groups)}"
+            )
+        for group in sorted(set(wide[:, 0].tolist())):
+            frames = wide[wide[:, 0] == group, 1:]
+            most = self.classes[group].frames
+            if frames.min() < 1 or frames.max() >= most:
+                raise InvalidArgument(
+                    f"copies of group {group} names frames {int(frames.min())} to {int(frames.max())}; "
+                    f"there are frames 1 to {most - 1}"
+                )
+            yield group, frames[:, 0], frames[:, 1]
+
+
+@contextmanager
+def out_of_memory(*kinds: type[BaseException]) -> Iterator[None]:
+    """Turn a library's way of saying that memory is short into MemoryError."""
+    try:
+        yield
+    except kinds as error:
+        raise MemoryError(str(error)) from None

@@ -1,0 +1,250 @@
+//! The open plans of a pool, and who ends them.
+//!
+//! A plan stands in the table from its building until its last move is over. Its end is decided in its word, which needs no
+//! lock; the table is under a mutex, which only those wait for who build, end or look at plans. Expiry looks at one word
+//! first and passes by if somebody has the mutex: nobody who allocates ever waits here.
+//!
+//! # Invariant
+//!
+//! - `next_deadline` is never later than the earliest deadline in the table.
+//! - A thread that stops while it commits a piece keeps the moves of that piece, and the end of that plan, and nothing else:
+//!   others take the rest, or the clock does.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    ops::Range,
+    sync::{Arc, TryLockError},
+};
+
+use super::{Ending, Fault, Move, Plan, PlanId};
+use crate::{
+    pool::Pool,
+    sync::{Atom, AtomicU64, Mutex, MutexGuard, lock},
+    word::{
+        TIERS,
+        plan::{MAX_MOVES, PlanWord, State},
+    },
+};
+
+/// `next_deadline` when nothing expires.
+const NEVER: u64 = u64::MAX;
+/// How a plan ended is remembered for so many.
+const REMEMBERED: usize = 1024;
+
+/// An open plan.
+#[derive(Clone, Debug)]
+pub(crate) struct Entry(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    plan: Plan,
+    word: AtomicU64,
+    endings: Mutex<Vec<Box<dyn Ending>>>,
+}
+
+impl Entry {
+    pub(crate) fn plan(&self) -> &Plan {
+        &self.0.plan
+    }
+
+    fn len(&self) -> u32 {
+        self.0.plan.moves.len() as u32
+    }
+
+    fn word(&self) -> PlanWord {
+        PlanWord(self.0.word.get())
+    }
+
+    /// The next `n` moves, for the caller to commit. `None`: the plan has ended.
+    pub(super) fn take(&self, n: usize) -> Option<Range<usize>> {
+        let n = n.min(MAX_MOVES as usize) as u32;
+        let before = self.0.word.transit(|w| PlanWord(w).take(n, self.len()).map(|w| w.0)).ok()?;
+        let taken = PlanWord(before).taken();
+        Some(taken as usize..taken.saturating_add(n).min(self.len()) as usize)
+    }
+
+    /// The moves that nobody took, for the caller to undo. `None`: the plan has ended.
+    pub(super) fn give_up(&self, state: State) -> Option<Range<usize>> {
+        let before = self.0.word.transit(|w| PlanWord(w).give_up(state).map(|w| w.0)).ok()?;
+        Some(PlanWord(before).taken() as usize..self.len() as usize)
+    }
+
+    /// `n` moves are over; how the plan ended, if these were the last.
+    pub(super) fn end(&self, n: usize) -> Option<State> {
+        let step = PlanWord::end_step(n as u32);
+        let word = PlanWord(self.0.word.plus(step).wrapping_add(step));
+        // A plan without moves is over when it is decided, by whoever decided it.
+        let last = word.ended() == self.len() && (n > 0 || self.len() == 0);
+        (last && word.state() != State::Open).then_some(word.state())
+    }
+
+    pub(super) fn settle(&self, pool: &Pool, state: State) {
+        // Called once, so nobody waits for it.
+        let endings = std::mem::take(&mut *lock(&self.0.endings));
+        for mut ending in endings {
+            ending.settle(pool, state);
+        }
+    }
+}
+
+/// See the head of this file.
+#[derive(Debug)]
+pub(crate) struct Plans {
+    table: Mutex<Table>,
+    next_deadline: AtomicU64,
+    /// Bytes a second: within the device, between the tiers.
+    bandwidths: [AtomicU64; 2],
+    stamp: u64,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    open: BTreeMap<PlanId, (u64, Entry)>,
+    by_deadline: BTreeSet<(u64, PlanId)>,
+    ended: VecDeque<(PlanId, State)>,
+    made: u64,
+}
+
+impl Plans {
+    /// No plans yet.
+    ///
+    /// # Errors
+    /// No entropy for the number by which plans of this pool are told from those of others.
+    pub(crate) fn new() -> Result<Self, getrandom::Error> {
+        let mut stamp = [0; 8];
+        getrandom::fill(&mut stamp)?;
+        Ok(Self {
+            table: Mutex::new(Table::default()),
+            next_deadline: AtomicU64::new(NEVER),
+            bandwidths: [AtomicU64::new(0), AtomicU64::new(0)],
+            stamp: u64::from_le_bytes(stamp),
+        })
+    }
+
+    pub(super) fn stamp(&self) -> u64 {
+        self.stamp
+    }
+
+    pub(super) fn set_bandwidths(&self, [device, host]: [u64; 2]) {
+        self.bandwidths[0].put(device);
+        self.bandwidths[1].put(host);
+    }
+
+    /// How long copying takes; `None`: a bandwidth that is needed is not known.
+    pub(crate) fn copy_ns(&self, copied: [u64; 2]) -> Option<u64> {
+        let mut ns = 0u64;
+        for (bytes, bandwidth) in copied.into_iter().zip(&self.bandwidths) {
+            let bandwidth = bandwidth.get();
+            if bytes > 0 {
+                let took =
+                    u128::from(bytes) * 1_000_000_000 / u128::from(Some(bandwidth).filter(|&b| b > 0)?);
+                ns = ns.saturating_add(u64::try_from(took).unwrap_or(u64::MAX));
+            }
+        }
+        Some(ns)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        lock(&self.table)
+    }
+
+    pub(super) fn add(&self, mut plan: Plan, endings: Vec<Box<dyn Ending>>) -> Entry {
+        debug_assert!(plan.moves.len() <= MAX_MOVES as usize);
+        let mut table = self.lock();
+        table.made += 1;
+        plan.id = PlanId(table.made);
+        plan.pool = self.stamp;
+        let (id, deadline) = (plan.id, plan.deadline_ms);
+        let entry = Entry(Arc::new(Inner { plan, word: AtomicU64::new(0), endings: Mutex::new(endings) }));
+        table.open.insert(id, (deadline, entry.clone()));
+        table.by_deadline.insert((deadline, id));
+        self.show_deadline(&table);
+        entry
+    }
+
+    /// A plan that has not ended.
+    pub(super) fn get(&self, id: PlanId) -> Option<Entry> {
+        self.lock().open.get(&id).map(|(_, entry)| entry.clone())
+    }
+
+    /// The plans that have not ended, oldest first.
+    pub(super) fn open(&self) -> Vec<Entry> {
+        self.lock().open.values().map(|(_, entry)| entry.clone()).collect()
+    }
+
+    pub(super) fn renew(&self, id: PlanId, deadline: u64) -> bool {
+        let mut table = self.lock();
+        let Some((at, _)) = table.open.get_mut(&id) else { return false };
+        let before = std::mem::replace(at, deadline);
+        table.by_deadline.remove(&(before, id));
+        table.by_deadline.insert((deadline, id));
+        self.show_deadline(&table);
+        true
+    }
+
+    pub(super) fn state(&self, id: PlanId) -> Result<State, Fault> {
+        let table = self.lock();
+        let ended = || table.ended.iter().rev().find(|(ended, _)| *ended == id).map(|&(_, state)| state);
+        match table.open.get(&id) {
+            Some((_, entry)) => Ok(entry.word().state()),
+            None if id.0 == 0 || id.0 > table.made => Err(Fault::Unknown(id)),
+            None => ended().ok_or(Fault::Forgotten(id)),
+        }
+    }
+
+    /// Whether there may be plans whose time has come.
+    pub(super) fn are_due(&self, now_ms: u64) -> bool {
+        self.next_deadline.get() <= now_ms
+    }
+
+    /// The plans whose time has come, earliest first; they don't come up again. Never waits.
+    pub(super) fn due(&self, now_ms: u64) -> Vec<Entry> {
+        let mut table = match self.table.try_lock() {
+            Ok(table) => table,
+            Err(TryLockError::Poisoned(table)) => table.into_inner(),
+            Err(TryLockError::WouldBlock) => return Vec::new(),
+        };
+        let mut due = Vec::new();
+        while let Some(&(at, id)) = table.by_deadline.first()
+            && at <= now_ms
+        {
+            table.by_deadline.pop_first();
+            due.extend(table.open.get(&id).map(|(_, entry)| entry.clone()));
+        }
+        self.show_deadline(&table);
+        due
+    }
+
+    /// Its last move is over.
+    pub(super) fn remove(&self, id: PlanId, state: State) {
+        let mut table = self.lock();
+        if let Some((deadline, _)) = table.open.remove(&id) {
+            table.by_deadline.remove(&(deadline, id));
+            table.ended.push_back((id, state));
+            if table.ended.len() > REMEMBERED {
+                table.ended.pop_front();
+            }
+        }
+        self.show_deadline(&table);
+    }
+
+    /// Moves of open plans that nobody has taken: their destinations are allocated, and no page lies there.
+    pub(crate) fn each_claimed(&self, mut f: impl FnMut(&Move)) {
+        for (_, entry) in self.lock().open.values() {
+            // (Of what was taken and has not ended, an audit under load may count too much.)
+            entry.plan().moves[entry.word().taken() as usize..].iter().for_each(&mut f);
+        }
+    }
+
+    /// Bytes a second between the tiers; 0: not known.
+    pub(crate) fn host_bandwidth(&self) -> u64 {
+        self.bandwidths[1].get()
+    }
+
+    /// Under the mutex, so that it follows the table.
+    fn show_deadline(&self, table: &Table) {
+        self.next_deadline.put(table.by_deadline.first().map_or(NEVER, |&(at, _)| at));
+    }
+}
+
+const _: () = assert!(TIERS == 2, "bandwidths: within the first tier, and between the two");

@@ -1,0 +1,451 @@
+//! Live sequences under pressure: how they leave the device, come back, and who has to go.
+//!
+//! | call | does | is refused when |
+//! | --- | --- | --- |
+//! | [`Pool::suspend`] | a sequence stops, by swap or by recompute | it does not run, or stands in another batch |
+//! | [`Pool::offload`] | the same for a session between two turns: by swap alone | the host tier is full: everything stays |
+//! | [`Pool::resume`], [`Pool::prefetch`] | it goes on where it was | there is no room for all it needs: nothing is changed |
+//! | [`Pool::preempt`] | as many sequences of a tenant stop as bytes are wanted | never: the plan says what is missing |
+//!
+//! Each builds a plan (plan.rs). What a sequence holds with others, and what pins keep, is not touched: it stays on the
+//! device with the sequence's reference, and the plan says how many bytes that is.
+//!
+//! # By swap or by recompute
+//!
+//! Swap copies the private bytes out and back; recompute computes every written token again, but for those that others keep
+//! on the device before the first private page. [`Wish::Auto`] takes what is restored sooner:
+//!
+//! ```text
+//! swap       2 * private bytes / bytes a second between the tiers
+//! recompute  tokens to compute / tokens a second
+//! ```
+//!
+//! Both speeds are the pool's ([`Pool::set_bandwidths`], [`Pool::set_recompute_speed`]); the defaults stand below. When the
+//! host tier is full the ladder goes on: recompute instead of swap, and the device copy stays until the commit. A sequence
+//! with tokens that nobody told the pool can't be computed again, so it can only be swapped.
+//!
+//! # Whole need
+//!
+//! What comes back has room for all it needs before its plan is there: the places of its pages, and promises for the rest of
+//! its known tokens and of what it was admitted for. So nothing is brought back to be stopped half-way.
+//!
+//! Which sequences have to go is in `preempt/victims.rs`, room in the other tier in `preempt/places.rs`, what hangs on the end
+//! of a plan in `preempt/ending.rs`.
+//!
+//! Callers: reclaim.rs, the binding.
+
+mod ending;
+mod places;
+mod victims;
+
+#[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
+mod tests;
+
+use std::sync::Arc;
+
+pub use victims::From;
+pub(crate) use victims::Turns;
+
+use crate::{
+    batch::Batch,
+    error::{Error, Refusal},
+    ledger::ROOT,
+    plan::{Ending, Fate, Kind, Move, Plan, TakenRow, Victim},
+    pool::{Pool, Scratch},
+    prefix::Prompt,
+    sequence::{Body, Mode, Place, Sequence, State, try_lock},
+    sync::Atom,
+    word::{Lane, PageRef, TenantId, Tier},
+};
+use ending::{Leaving, Returning};
+
+/// Bytes a second between the tiers where the pool was told none: a PCIe 4 link as copies of whole pages use it.
+pub const HOST_BYTES_PER_SECOND: u64 = 25_000_000_000;
+/// Tokens a second that a prompt is computed with where the pool was told none.
+pub const TOKENS_PER_SECOND: u64 = 10_000;
+
+/// How a sequence should be suspended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Wish {
+    /// As it is restored sooner.
+    Auto,
+    /// By swap; by recompute if the host tier is full.
+    Swap,
+    /// By recompute.
+    Recompute,
+    /// By swap or not at all.
+    SwapOnly,
+}
+
+/// What a sequence would give back, and what it costs to restore it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Survey {
+    /// Bytes of its private pages that a tenant pays for.
+    pub(crate) bytes: u64,
+    /// Bytes of all its private pages: what swap copies.
+    pub(crate) copied: u64,
+    /// Bytes that stay because others hold them too.
+    pub(crate) shared: u64,
+    /// Bytes that stay because pins keep them.
+    pub(crate) pinned: u64,
+    /// Bytes it was promised and does not hold yet.
+    pub(crate) promised: u64,
+    /// Tokens that recompute computes again; `None`: some of them are not known.
+    pub(crate) tokens: Option<u32>,
+}
+
+/// What it costs to restore a sequence, in nanoseconds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Costs {
+    pub(crate) swap: u64,
+    pub(crate) recompute: u64,
+}
+
+impl Survey {
+    /// Bytes that come back.
+    pub(crate) fn back(&self) -> u64 {
+        self.bytes + self.promised
+    }
+}
+
+impl Costs {
+    pub(crate) fn least(self) -> u64 {
+        self.swap.min(self.recompute)
+    }
+}
+
+/// A plan, and the sequences it is about, in the order of its victims.
+pub type Built = (Plan, Vec<Arc<Sequence>>);
+
+/// A plan being built.
+pub(crate) struct Build<'a> {
+    pool: &'a Arc<Pool>,
+    lane: Lane,
+    pub(crate) plan: Plan,
+    /// Only ask: take no row, no lease and no place.
+    dry: bool,
+    endings: Vec<Box<dyn Ending>>,
+    sequences: Vec<Arc<Sequence>>,
+}
+
+impl Pool {
+    /// Tokens a second that a prompt is computed with, for what restores sooner.
+    pub fn set_recompute_speed(&self, tokens_per_second: u64) {
+        self.recompute_speed.put(tokens_per_second);
+    }
+
+    /// What a sequence would give back to `within`.
+    pub(crate) fn survey(&self, body: &Body, within: TenantId) -> Survey {
+        let mut survey = Survey::default();
+        let pays = |payer| self.ledger.is_under(payer, within);
+        for page in body.held_pages() {
+            let (word, bytes) = (self.pages.read(page.id), self.bytes(self.units_of(page.id)));
+            if self.tier_of(page.id) != Tier::Device {
+                // It has gone already.
+            } else if word.pins() > 0 {
+                survey.pinned += bytes;
+            } else if word.refs() > 1 || word.is_leased() {
+                survey.shared += bytes;
+            } else {
+                survey.copied += bytes;
+                survey.bytes += if pays(self.pages.payer(page.id)) { bytes } else { 0 };
+            }
+        }
+        let promised = body.promises.iter().filter(|p| pays(p.0));
+        survey.promised = promised.map(|p| self.bytes(p.1)).sum();
+        survey.tokens = body.is_known().then(|| body.written - self.kept_tokens(body));
+        survey
+    }
+
+    /// Tokens at the beginning whose pages others keep on the device.
+    fn kept_tokens(&self, body: &Body) -> u32 {
+        let Some(anchor) = self.spec.anchor() else { return 0 };
+        let kept = |page: &&PageRef| {
+            let word = self.pages.read(page.id);
+            word.refs() > 1 || word.pins() > 0
+        };
+        let pages = body.tables[anchor.as_usize()].live().iter().take(body.published as usize);
+        (pages.take_while(kept).count() as u32 * self.spec.page_tokens()).min(body.written)
+    }
+
+    pub(crate) fn costs(&self, survey: &Survey) -> Costs {
+        let speed = |told: u64, default| if told == 0 { default } else { told };
+        let ns = |n: u64, per_second: u64| {
+            u64::try_from(u128::from(n) * 1_000_000_000 / u128::from(per_second)).unwrap_or(u64::MAX)
+        };
+        let host = speed(self.plans.host_bandwidth(), HOST_BYTES_PER_SECOND);
+        let tokens = speed(self.recompute_speed.get(), TOKENS_PER_SECOND);
+        Costs {
+            swap: ns(survey.copied.saturating_mul(2), host),
+            recompute: survey.tokens.map_or(u64::MAX, |n| ns(n.into(), tokens)),
+        }
+    }
+
+    /// Whether swap is to be tried first.
+    fn swaps(&self, wish: Wish, survey: &Survey) -> bool {
+        match wish {
+            Wish::Auto => {
+                let costs = self.costs(survey);
+                costs.swap <= costs.recompute
+            }
+            Wish::Swap | Wish::SwapOnly => true,
+            Wish::Recompute => survey.tokens.is_none(),
+        }
+    }
+
+    /// Stop a sequence: its private pages come back by swap or by recompute. One that stands in `batch` is taken out of its
+    /// row; in another batch it can't be stopped.
+    ///
+    /// # Errors
+    /// Busy, closed, suspended; in another batch; it can neither be swapped nor computed again. It goes on then, out of
+    /// its row.
+    pub fn suspend(
+        self: &Arc<Self>,
+        sequence: &Arc<Sequence>,
+        wish: Wish,
+        batch: Option<&Batch>,
+        ttl_ms: u64,
+        dry: bool,
+    ) -> Result<Built, Error> {
+        let stop = |build: &mut Build<'_>| build.stop(sequence, wish, batch, ROOT, None);
+        self.one(sequence, Kind::Suspend, ttl_ms, dry, stop)
+    }
+
+    /// Take a session that stands in no batch off the device, to the host tier.
+    ///
+    /// # Errors
+    /// Busy, closed, suspended; it stands in a batch; the host tier has no room: then everything stays as it was.
+    pub fn offload(
+        self: &Arc<Self>,
+        sequence: &Arc<Sequence>,
+        ttl_ms: u64,
+        dry: bool,
+    ) -> Result<Built, Error> {
+        let stop = |build: &mut Build<'_>| build.stop(sequence, Wish::SwapOnly, None, ROOT, None);
+        self.one(sequence, Kind::Offload, ttl_ms, dry, stop)
+    }
+
+    /// Bring a suspended sequence back. After the commit it can be given a row.
+    ///
+    /// # Errors
+    /// Busy, closed, not suspended; no room for all it needs: then nothing was changed.
+    pub fn resume(
+        self: &Arc<Self>,
+        sequence: &Arc<Sequence>,
+        ttl_ms: u64,
+        dry: bool,
+    ) -> Result<Built, Error> {
+        self.one(sequence, Kind::Resume, ttl_ms, dry, |build| build.bring_back(sequence))
+    }
+
+    /// Bring a session back before it is needed: as [`Self::resume`].
+    ///
+    /// # Errors
+    /// As [`Self::resume`].
+    pub fn prefetch(
+        self: &Arc<Self>,
+        sequence: &Arc<Sequence>,
+        ttl_ms: u64,
+        dry: bool,
+    ) -> Result<Built, Error> {
+        self.one(sequence, Kind::Prefetch, ttl_ms, dry, |build| build.bring_back(sequence))
+    }
+
+    fn one(
+        self: &Arc<Self>,
+        sequence: &Arc<Sequence>,
+        kind: Kind,
+        ttl_ms: u64,
+        dry: bool,
+        f: impl FnOnce(&mut Build<'_>) -> Result<(), Error>,
+    ) -> Result<Built, Error> {
+        self.check_open()?;
+        if !Arc::ptr_eq(self, &sequence.pool) {
+            return Err(Error::WrongPool("the sequence"));
+        }
+        self.expire_plans();
+        let lane = self.next_lane();
+        let _op = self.enter(lane);
+        let mut build = Build::new(self, lane, Plan::new(kind, sequence.tenant(), 0), dry);
+        f(&mut build)?;
+        Ok(build.open(ttl_ms))
+    }
+}
+
+impl<'a> Build<'a> {
+    pub(crate) fn new(pool: &'a Arc<Pool>, lane: Lane, plan: Plan, dry: bool) -> Self {
+        Self { pool, lane, plan, dry, endings: Vec::new(), sequences: Vec::new() }
+    }
+
+    /// The plan is there; a dry one says what would be.
+    pub(crate) fn open(self, ttl_ms: u64) -> Built {
+        if self.dry {
+            return (self.plan, self.sequences);
+        }
+        let entry = self.pool.open_plan(self.plan, ttl_ms, self.endings);
+        (entry.plan().clone(), self.sequences)
+    }
+
+    /// Take a sequence off the device. What is paid for below `within` counts as coming back; `victim`: the tenant whose
+    /// last victim it is then.
+    fn stop(
+        &mut self,
+        sequence: &Arc<Sequence>,
+        wish: Wish,
+        batch: Option<&Batch>,
+        within: TenantId,
+        victim: Option<TenantId>,
+    ) -> Result<(), Error> {
+        let pool = self.pool;
+        if self.dry {
+            return sequence.visit(|_, body, _| {
+                body.check_running()?;
+                let survey = pool.survey(body, within);
+                let fits = pool.check_host(body.tenant, survey.copied);
+                let mode = match fits.err().filter(|_| pool.swaps(wish, &survey)) {
+                    Some(refusal) if !may_compute(wish, &survey) => return Err(refusal.into()),
+                    None if pool.swaps(wish, &survey) => Mode::Swap,
+                    _ => Mode::Recompute,
+                };
+                self.tell(body, &survey, mode, None);
+                self.plan.copied[1] += if mode == Mode::Swap { survey.copied } else { 0 };
+                self.sequences.push(Arc::clone(sequence));
+                Ok(())
+            })?;
+        }
+        sequence.visit(|_, body, _| body.check_running())??;
+        let row = match batch {
+            Some(batch) => batch.take_out(sequence)?,
+            None => None,
+        };
+        let mut place = try_lock(&sequence.place, "the sequence")?;
+        let body = idle(&mut place)?;
+        body.check_running()?;
+        let survey = pool.survey(body, within);
+        let moves = match pool.swaps(wish, &survey).then(|| self.swap_out(body)).transpose() {
+            // The device copy stays, and the ladder goes on.
+            Err(_) if may_compute(wish, &survey) => None,
+            Err(refusal) => return Err(refusal.into()),
+            Ok(moves) => moves,
+        };
+        let mode = if moves.is_some() { Mode::Swap } else { Mode::Recompute };
+        let moves = moves.unwrap_or_default();
+        self.tell(body, &survey, mode, row);
+        let passage = body.set_out(State::Leaving(mode));
+        let pages = moves.iter().map(|m| m.page).collect();
+        self.add_moves(moves);
+        self.endings.push(Box::new(Leaving { sequence: Arc::clone(sequence), passage, mode, pages, victim }));
+        self.sequences.push(Arc::clone(sequence));
+        Ok(())
+    }
+
+    /// A sequence that stops, into the plan's numbers.
+    fn tell(&mut self, body: &Body, survey: &Survey, mode: Mode, row: Option<TakenRow>) {
+        let rungs = &mut self.plan.rungs;
+        rungs.free += survey.promised;
+        let (rung, fate, tokens) = match mode {
+            Mode::Swap => (&mut rungs.offload, Fate::Swapped, 0),
+            Mode::Recompute => (&mut rungs.free, Fate::Recomputed, survey.tokens.unwrap_or(0)),
+        };
+        *rung += survey.bytes;
+        self.plan.shared += survey.shared;
+        self.plan.pinned += survey.pinned;
+        let (sequence, tenant, bytes) = (body.born, body.tenant, survey.back());
+        self.plan.victims.push(Victim { sequence, tenant, fate, bytes, tokens, row });
+    }
+
+    fn swap_out(&self, body: &Body) -> Result<Vec<Move>, Refusal> {
+        let lease = |page: PageRef| self.pool.lease_out(page).map(|at| (page, at));
+        let leased = body.held_pages().filter_map(lease).collect();
+        self.pool.destinations(self.lane, Tier::Host, leased)
+    }
+
+    fn add_moves(&mut self, moves: Vec<Move>) {
+        let bytes = |m: &Move| self.pool.bytes(self.pool.classes[m.from.class().as_usize()].units);
+        self.plan.copied[1] += moves.iter().map(bytes).sum::<u64>();
+        self.plan.moves.extend(moves);
+    }
+
+    /// Bring a suspended sequence back.
+    fn bring_back(&mut self, sequence: &Arc<Sequence>) -> Result<(), Error> {
+        let (pool, lane) = (self.pool, self.lane);
+        let mut place = try_lock(&sequence.place, "the sequence")?;
+        let body = idle(&mut place)?;
+        let mode = match body.state() {
+            State::Suspended(mode) => mode,
+            State::Running => return Err(Error::Argument("the sequence is not suspended; it runs".into())),
+            State::Leaving(_) | State::Returning(_) => {
+                let text = "the sequence is on its way; commit or abort the plan first";
+                return Err(Error::Argument(text.into()));
+            }
+        };
+        if self.dry {
+            self.tell_return(body, mode);
+            self.sequences.push(Arc::clone(sequence));
+            return Ok(());
+        }
+        let returning = match mode {
+            Mode::Recompute => {
+                let next = body.reborn(pool, &mut Scratch::default())?;
+                Returning::computed(sequence, body.set_out(State::Returning(mode)), next)
+            }
+            Mode::Swap => {
+                let off = |page: &PageRef| pool.tier_of(page.id) == Tier::Host;
+                let lease = |page: PageRef| pool.lease_out(page).map(|at| (page, at));
+                let leased = body.held_pages().filter(off).filter_map(lease).collect();
+                let moves = pool.destinations(lane, Tier::Device, leased)?;
+                if let Err(error) = body.reserve_again(pool) {
+                    pool.undo(lane, &moves);
+                    return Err(error);
+                }
+                let passage = body.set_out(State::Returning(mode));
+                let returning = Returning::swapped(sequence, passage, body.take_promises());
+                self.add_moves(moves);
+                returning
+            }
+        };
+        self.resumed(body, returning.tokens());
+        self.endings.push(Box::new(returning));
+        self.sequences.push(Arc::clone(sequence));
+        Ok(())
+    }
+}
+
+impl Build<'_> {
+    /// A sequence that would come back, into the plan's numbers.
+    fn tell_return(&mut self, body: &Body, mode: Mode) {
+        let pool = self.pool;
+        let away = body.held_pages().filter(|page| pool.tier_of(page.id) == Tier::Host);
+        self.plan.copied[1] += away.map(|page| pool.bytes(pool.units_of(page.id))).sum::<u64>();
+        let prompt = Prompt { tenant: body.tenant, tokens: &body.tokens, root: body.root() };
+        let tokens = match mode {
+            Mode::Swap => 0,
+            Mode::Recompute => {
+                let cached = pool.peek_prefix(&prompt, body.ranges()).len() as u32;
+                body.known() - cached * pool.spec.page_tokens()
+            }
+        };
+        self.resumed(body, tokens);
+    }
+
+    fn resumed(&mut self, body: &Body, tokens: u32) {
+        let (sequence, tenant) = (body.born, body.tenant);
+        self.plan.victims.push(Victim { sequence, tenant, fate: Fate::Resumed, bytes: 0, tokens, row: None });
+    }
+}
+
+/// Whether recompute is an answer.
+fn may_compute(wish: Wish, survey: &Survey) -> bool {
+    wish != Wish::SwapOnly && survey.tokens.is_some()
+}
+
+/// The body of a sequence that stands in no batch.
+fn idle(place: &mut Place) -> Result<&mut Body, Error> {
+    match place {
+        Place::Idle(body) => Ok(body),
+        Place::Closed => Err(Error::Closed("the sequence")),
+        Place::Batched(_) => Err(Error::Argument(
+            "the sequence has a row in a batch; give that batch, or remove the sequence from it first".into(),
+        )),
+    }
+}

@@ -1,0 +1,133 @@
+//! Room in another tier: places for pages that are about to move there, charged to whom they are charged here.
+//!
+//! On the device such a charge is an allocation like any other: it takes cached pages that are in the way. The host tier has
+//! no cached pages but those that were let go while they were away and could not end at once, because others continued them
+//! or an order listed them ([`Pool::drop_lost_pages`]); they go before anything is refused.
+//!
+//! Callers: preempt.rs.
+
+use crate::{
+    error::{Refusal, Why},
+    ledger::ROOT,
+    plan::Move,
+    pool::{ClassInfo, Pool, Scratch},
+    stats::Counter,
+    word::{ClassId, FrameId, Lane, PageRef, TenantId, Tier, Units, page::Location},
+};
+
+impl Pool {
+    /// Moves of a plan that will not be.
+    pub(super) fn undo(&self, lane: Lane, moves: &[Move]) {
+        for m in moves {
+            self.end_move(lane, m, false);
+        }
+    }
+
+    /// Places in `tier` for pages that were leased out: all or none. The order of the places is that of where they lie, so
+    /// that what lies side by side stays side by side.
+    pub(super) fn destinations(
+        &self,
+        lane: Lane,
+        tier: Tier,
+        mut leased: Vec<(PageRef, Location)>,
+    ) -> Result<Vec<Move>, Refusal> {
+        let key = |&(page, at): &(PageRef, Location)| (self.pages.payer(page.id), at.class());
+        leased.sort_by_key(|leased| (key(leased), leased.1.frame()));
+        let mut moves: Vec<Move> = Vec::with_capacity(leased.len());
+        for run in leased.chunk_by(|a, b| key(a) == key(b)) {
+            let (payer, class) = key(&run[0]);
+            let mut frames = Vec::with_capacity(run.len());
+            if let Err(refusal) = self.take_frames(lane, tier, payer, class, run.len(), &mut frames) {
+                let without = &leased[moves.len()..];
+                self.undo(lane, &moves);
+                without.iter().for_each(|&(page, _)| self.stay(lane, page));
+                return Err(refusal);
+            }
+            frames.sort_unstable();
+            let to = frames.iter().map(|&frame| Location::new(tier, class, frame));
+            moves.extend(run.iter().zip(to).map(|(&(page, from), to)| Move { page, from, to, payer }));
+        }
+        Ok(moves)
+    }
+
+    /// Places for `n` pages of a class that are to move to `tier`, charged to `payer`: all or none, behind those in `out`.
+    pub(crate) fn take_frames(
+        &self,
+        lane: Lane,
+        tier: Tier,
+        payer: TenantId,
+        class: ClassId,
+        n: usize,
+        out: &mut Vec<FrameId>,
+    ) -> Result<(), Refusal> {
+        let ClassInfo { size, units, .. } = self.classes[class.as_usize()];
+        // As many as there are pages, so their units fit.
+        let total = n as u32 * units;
+        let mut scratch = Scratch::default();
+        if tier == Tier::Device {
+            if let Err(refusal) = self.charge(lane, payer, total, size, &mut scratch) {
+                self.unclaim(size, &mut scratch);
+                return Err(refusal);
+            }
+            if let Err(refusal) = self.claim(lane, payer, size, n, &mut scratch) {
+                self.ledger.discharge(tier, payer, lane, Units(total));
+                return Err(refusal);
+            }
+            // The pages have their ids.
+            let _ = self.slots.release_many(&scratch.ids);
+            out.append(&mut scratch.frames);
+            return Ok(());
+        }
+        let lost = || self.drop_lost_pages(lane) > 0;
+        while let Err(refused) = self.ledger.charge(tier, payer, lane, Units(total)) {
+            if !lost() {
+                return Err(self.refusal(refused));
+            }
+        }
+        let start = out.len();
+        loop {
+            let got = out.len() - start;
+            self.arena(tier).claim(size, lane, n - got, out);
+            if out.len() - start == n {
+                return Ok(());
+            }
+            if !lost() && self.quiescence.drain(&self.arenas) == 0 {
+                break;
+            }
+        }
+        let (asked, room) = (n as u64 * self.bytes(units), self.arena(tier).free_bytes());
+        let _ = self.arena(tier).release_many(size, &out[start..]);
+        out.truncate(start);
+        self.ledger.discharge(tier, payer, lane, Units(total));
+        let why = if room >= asked { Why::Fragmented } else { Why::Frames };
+        Err(Refusal { why, tier, tenant: payer, level: TenantId(0), asked, room })
+    }
+
+    /// Pages off the device that nobody holds, and that stand in an order because others continued them when they were let
+    /// go: how many ended. A round over the orders of those who have some.
+    fn drop_lost_pages(&self, lane: Lane) -> usize {
+        let mut ended = 0;
+        for tenant in (0..=self.ledger.top()).map(TenantId) {
+            if self.ledger.usage(Tier::Host, tenant).cached > Units(0) {
+                self.orders.drain_away(&self.pages, tenant, |id, word| {
+                    ended += 1;
+                    self.expel(id, word)
+                });
+            }
+        }
+        self.stats.count(lane, Counter::PagesReleased, ended as u64);
+        ended
+    }
+
+    /// Whether the host tier has room for so many bytes of a tenant at this moment.
+    pub(super) fn check_host(&self, tenant: TenantId, bytes: u64) -> Result<(), Refusal> {
+        let units = Units(u32::try_from(bytes / self.spec.unit()).unwrap_or(u32::MAX));
+        let (room, free) = (self.ledger.room(Tier::Host, tenant, units), self.arena(Tier::Host).free_bytes());
+        let refusal = |why, level, room| Refusal { why, tier: Tier::Host, tenant, level, asked: bytes, room };
+        if room.now < units {
+            let why = if room.level == ROOT { Why::Claim } else { Why::Limit };
+            return Err(refusal(why, room.level, self.bytes(room.now.0)));
+        }
+        if free < bytes { Err(refusal(Why::Frames, ROOT, free)) } else { Ok(()) }
+    }
+}

@@ -1,0 +1,660 @@
+//! One thread, one thing at a time: how a sequence leaves and comes back, and what the books say at every hand-over.
+
+use super::*;
+use crate::{
+    error::Why,
+    ledger::Policy,
+    plan::{Fault, Rungs},
+    sequence::Open,
+    spec::GroupKind::{Full, State as Fixed, Window},
+    stats::Counter,
+    tests::build::{PAGE, batch, empty, green, host_pool, plain_tenant, spec, specs, tenant},
+    word::{GroupId, Units, page::Location, plan::State as PlanState},
+};
+
+const G: GroupId = GroupId(0);
+const TTL: u64 = 1000;
+
+fn open(pool: &Arc<Pool>, tenant: TenantId, tokens: impl IntoIterator<Item = u32>) -> Arc<Sequence> {
+    pool.open(tenant, Open { tokens: tokens.into_iter().collect(), ..Open::default() })
+        .expect("nothing is admitted")
+}
+
+/// A step in which every row gets what it needs, and its commit.
+fn run(batch: &Batch, sampled: i32) {
+    let refused = batch.step(None, None, |step| step.refused.len()).expect("nobody else uses it");
+    assert_eq!(refused, 0);
+    batch.commit(Some(&vec![sampled; batch.rows().expect("free")])).expect("a step waits");
+}
+
+/// Computed up to its last token, in no batch.
+fn computed(
+    pool: &Arc<Pool>,
+    batch: &Batch,
+    tenant: TenantId,
+    tokens: impl IntoIterator<Item = u32>,
+) -> Arc<Sequence> {
+    let sequence = open(pool, tenant, tokens);
+    batch.add(&sequence).expect("a row");
+    run(batch, 1);
+    batch.remove(&sequence).expect("it has a row");
+    sequence
+}
+
+fn close(sequence: &Sequence) {
+    sequence.close().expect("nobody uses it");
+}
+
+fn held(pool: &Pool, tier: Tier, tenant: TenantId) -> u32 {
+    pool.ledger().usage(tier, tenant).held.0
+}
+
+fn commit(pool: &Pool, built: &Built) {
+    green(pool);
+    pool.commit_plan(&built.0).expect("open");
+    green(pool);
+}
+
+fn suspend(pool: &Arc<Pool>, sequence: &Arc<Sequence>, wish: Wish) -> Built {
+    pool.suspend(sequence, wish, None, TTL, false).expect("it runs")
+}
+
+/// What a caller can see of a sequence and its tenant.
+fn look(pool: &Pool, sequence: &Sequence) -> impl PartialEq + std::fmt::Debug + use<> {
+    let usage = |tier| {
+        let usage = pool.ledger().usage(tier, sequence.tenant());
+        (usage.held, usage.cached, usage.promised)
+    };
+    let pages: Vec<_> =
+        (0..pool.groups.len()).map(|g| sequence.pages(GroupId(g as u8)).expect("free")).collect();
+    (sequence.state(), sequence.counts(), sequence.tokens(0), pages, Tier::ALL.map(usage))
+}
+
+#[test]
+fn by_swap_and_back() {
+    for (name, spec) in specs() {
+        let pool = host_pool(spec, 20, 20);
+        let t = plain_tenant(&pool, "t");
+        let mine = batch(&pool, 2, 64);
+        let sequence = computed(&pool, &mine, t, 0..13);
+        let device = held(&pool, Tier::Device, t);
+        let out = suspend(&pool, &sequence, Wish::Swap);
+        assert_eq!(sequence.state(), Ok(State::Leaving(Mode::Swap)));
+        assert_eq!((held(&pool, Tier::Device, t), held(&pool, Tier::Host, t)), (device, device), "{name}");
+        commit(&pool, &out);
+        assert_eq!(sequence.state(), Ok(State::Suspended(Mode::Swap)));
+        assert_eq!((held(&pool, Tier::Device, t), held(&pool, Tier::Host, t)), (0, device), "{name}");
+        assert_eq!(out.0.rungs.sum(), pool.bytes(device), "{name}");
+        assert_eq!(out.0.copied, [0, pool.bytes(device)], "{name}");
+        let back = pool.resume(&sequence, TTL, false).expect("there is room");
+        assert_eq!(sequence.state(), Ok(State::Returning(Mode::Swap)));
+        commit(&pool, &back);
+        assert_eq!((held(&pool, Tier::Device, t), held(&pool, Tier::Host, t)), (device, 0), "{name}");
+        // The way back begins where the way out ended.
+        let ends = |built: &Built, f: fn(&Move) -> Location| -> Vec<_> {
+            let mut ends: Vec<_> = built.0.moves.iter().map(|m| (m.page.id, f(m).0)).collect();
+            ends.sort_unstable();
+            ends
+        };
+        assert_eq!(ends(&back, |m| m.from), ends(&out, |m| m.to), "{name}");
+        assert_eq!(sequence.state(), Ok(State::Running));
+        mine.add(&sequence).expect("it runs");
+        run(&mine, 2);
+        mine.remove(&sequence).expect("it has a row");
+        assert_eq!(sequence.tokens(12).expect("free"), [12, 1, 2], "{name}");
+        close(&sequence);
+        empty(&pool);
+    }
+}
+
+#[test]
+fn what_is_given_up_is_as_before() {
+    for (name, spec) in specs() {
+        for wish in [Wish::Swap, Wish::Recompute] {
+            let pool = host_pool(spec.clone(), 20, 20);
+            let t = plain_tenant(&pool, "t");
+            let mine = batch(&pool, 2, 64);
+            let sequence = computed(&pool, &mine, t, 0..13);
+            for expire in [false, true] {
+                let end = |built: &Built| {
+                    green(&pool);
+                    if expire {
+                        pool.advance(TTL).expect("a manual clock");
+                        assert_eq!(pool.plan_state(&built.0), Ok(PlanState::Expired));
+                    } else {
+                        pool.abort_plan(&built.0).expect("open");
+                    }
+                    green(&pool);
+                    assert!(pool.commit_plan(&built.0).is_err(), "it has ended");
+                };
+                let before = look(&pool, &sequence);
+                end(&suspend(&pool, &sequence, wish));
+                assert_eq!(look(&pool, &sequence), before, "{name} {wish:?}");
+                commit(&pool, &suspend(&pool, &sequence, wish));
+                let before = look(&pool, &sequence);
+                end(&pool.resume(&sequence, TTL, false).expect("there is room"));
+                assert_eq!(look(&pool, &sequence), before, "{name} {wish:?}");
+                commit(&pool, &pool.resume(&sequence, TTL, false).expect("there is room"));
+                assert_eq!(sequence.state(), Ok(State::Running));
+                mine.add(&sequence).expect("it runs");
+                run(&mine, 3);
+                mine.remove(&sequence).expect("it has a row");
+            }
+            assert_eq!(sequence.tokens(12).expect("free"), [12, 1, 3, 3], "{name} {wish:?}");
+            close(&sequence);
+            empty(&pool);
+        }
+    }
+}
+
+/// Tokens stay, sampled ones too; what is still cached is hit again, and counted apart.
+#[test]
+fn by_recompute_and_back() {
+    let pool = host_pool(spec(&[(Full, 1)]), 20, 0);
+    let t = plain_tenant(&pool, "t");
+    let mine = batch(&pool, 2, 64);
+    let sequence = open(&pool, t, 0..10);
+    mine.add(&sequence).expect("a row");
+    for sampled in [50, 51, 52] {
+        run(&mine, sampled);
+    }
+    mine.remove(&sequence).expect("it has a row");
+    let out = suspend(&pool, &sequence, Wish::Auto);
+    assert_eq!(out.0.victims[0].fate, Fate::Recomputed, "there is no host tier");
+    assert_eq!(out.0.victims[0].tokens, 12);
+    assert_eq!(held(&pool, Tier::Device, t), 3, "until the commit");
+    commit(&pool, &out);
+    assert_eq!(held(&pool, Tier::Device, t), 0);
+    assert_eq!(sequence.counts().expect("free").written, 0);
+    let back = pool.resume(&sequence, TTL, false).expect("there is room");
+    assert_eq!(back.0.victims[0].tokens, 13 - 12, "three pages are still cached");
+    commit(&pool, &back);
+    let counts = sequence.counts().expect("free");
+    assert_eq!((counts.known, counts.written, counts.prompt, counts.cached), (13, 12, 10, 12));
+    mine.add(&sequence).expect("it runs");
+    run(&mine, 53);
+    let stats = pool.stats();
+    assert_eq!((stats.get(Counter::QueryTokens), stats.get(Counter::HitTokens)), (10, 0));
+    assert_eq!((stats.get(Counter::ResumedQueryTokens), stats.get(Counter::ResumedHitTokens)), (13, 12));
+    assert_eq!(sequence.tokens(9).expect("free"), [9, 50, 51, 52, 53]);
+    close(&sequence);
+    drop(mine);
+    empty(&pool);
+}
+
+/// Nothing of it was kept: all its known tokens are a prompt again, and the next sampled one follows them.
+#[test]
+fn recompute_of_what_was_evicted() {
+    let pool = host_pool(spec(&[(Full, 1)]), 4, 0);
+    let t = plain_tenant(&pool, "t");
+    let mine = batch(&pool, 2, 64);
+    let sequence = computed(&pool, &mine, t, 0..13);
+    commit(&pool, &suspend(&pool, &sequence, Wish::Recompute));
+    let other = computed(&pool, &mine, t, 100..116);
+    assert!(matches!(pool.resume(&sequence, TTL, false), Err(Error::Refused(_))), "no room for all it needs");
+    assert_eq!(sequence.state(), Ok(State::Suspended(Mode::Recompute)));
+    green(&pool);
+    drop(other);
+    commit(&pool, &pool.resume(&sequence, TTL, false).expect("there is room"));
+    mine.add(&sequence).expect("it runs");
+    let tokens = mine.step(None, None, |step| step.num_tokens).expect("nobody else uses it");
+    assert_eq!(tokens, 14);
+    mine.commit(Some(&[7])).expect("a step waits");
+    assert_eq!(sequence.tokens(12).expect("free"), [12, 1, 7]);
+    close(&sequence);
+    drop(mine);
+    empty(&pool);
+}
+
+#[test]
+fn what_others_hold_and_pins_keep_stays() {
+    let pool = host_pool(spec(&[(Full, 1)]), 20, 20);
+    let budget = Policy { pin_budget: Units(1), ..Policy::default() };
+    let t = tenant(&pool, ROOT, "t", &budget);
+    let mine = batch(&pool, 2, 64);
+    let one = computed(&pool, &mine, t, 0..14);
+    let two = computed(&pool, &mine, t, (0..8).chain(90..96));
+    let pin = pool.pin(&two, 3 * PAGE, t, None, "");
+    assert!(pin.is_err(), "three pages");
+    let fork = two.fork().expect("few references");
+    drop(one.fork());
+    let pages = |sequence: &Sequence| sequence.pages(G).expect("free").1;
+    let before = pages(&two);
+    let out = suspend(&pool, &two, Wish::Swap);
+    assert_eq!((out.0.shared, out.0.pinned, out.0.moves.len()), (pool.bytes(4), 0, 0), "a fork holds it all");
+    commit(&pool, &out);
+    assert_eq!(pages(&two), before);
+    commit(&pool, &pool.resume(&two, TTL, false).expect("nothing is to be moved"));
+    drop(fork);
+    let out = suspend(&pool, &two, Wish::Swap);
+    assert_eq!((out.0.shared, out.0.rungs.offload), (pool.bytes(2), pool.bytes(2)));
+    commit(&pool, &out);
+    assert_eq!(pages(&two)[..2], before[..2]);
+    // The other one goes; its pages stay with the suspended one.
+    drop(one);
+    assert_eq!(held(&pool, Tier::Device, t), 2);
+    commit(&pool, &pool.resume(&two, TTL, false).expect("there is room"));
+    let pin = pool.pin(&two, PAGE, t, None, "").expect("within the budget");
+    let out = suspend(&pool, &two, Wish::Swap);
+    assert_eq!((out.0.shared, out.0.pinned, out.0.moves.len()), (0, pool.bytes(1), 3));
+    commit(&pool, &out);
+    pool.unpin(pin).expect("it is listed");
+    close(&two);
+    empty(&pool);
+}
+
+/// Off the device nothing is found; back on it, it is.
+#[test]
+fn a_miss_while_it_is_away() {
+    let pool = host_pool(spec(&[(Full, 1), (Window { tokens: 6 }, 1)]), 20, 20);
+    let t = plain_tenant(&pool, "t");
+    let mine = batch(&pool, 2, 64);
+    let sequence = computed(&pool, &mine, t, 0..13);
+    let cached = || open(&pool, t, 0..13).counts().expect("free").cached;
+    assert_eq!(cached(), 12);
+    let out = suspend(&pool, &sequence, Wish::Swap);
+    assert_eq!(cached(), 0, "on its way");
+    commit(&pool, &out);
+    assert_eq!(cached(), 0);
+    let back = pool.resume(&sequence, TTL, false).expect("there is room");
+    assert_eq!(cached(), 0, "not yet here");
+    commit(&pool, &back);
+    assert_eq!(cached(), 12);
+    close(&sequence);
+    empty(&pool);
+}
+
+/// The host tier is full: the device copy stays and the ladder goes on (case 40); a session stays where it is.
+#[test]
+fn a_full_host_tier() {
+    let pool = host_pool(spec(&[(Full, 1)]), 20, 4);
+    let t = plain_tenant(&pool, "t");
+    let mine = batch(&pool, 2, 64);
+    let [one, two] = [0, 100].map(|first| computed(&pool, &mine, t, first..first + 9));
+    commit(&pool, &pool.offload(&one, TTL, false).expect("three of four pages"));
+    let before = look(&pool, &two);
+    match pool.offload(&two, TTL, false) {
+        Err(Error::Refused(r)) => {
+            assert_eq!((r.tier, r.asked, r.room), (Tier::Host, pool.bytes(3), pool.bytes(1)))
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(look(&pool, &two), before);
+    green(&pool);
+    let dry = pool.suspend(&two, Wish::Swap, None, TTL, true).expect("it runs");
+    let out = suspend(&pool, &two, Wish::Swap);
+    assert_eq!((out.0.victims.clone(), out.0.moves.len()), (dry.0.victims.clone(), 0));
+    assert_eq!(out.0.victims[0].fate, Fate::Recomputed);
+    assert_eq!(held(&pool, Tier::Device, t), 3);
+    commit(&pool, &out);
+    close(&one);
+    close(&two);
+    empty(&pool);
+}
+
+#[test]
+fn no_room_to_come_back() {
+    for admit in [false, true] {
+        let pool = host_pool(spec(&[(Full, 1)]), 6, 8);
+        let t = plain_tenant(&pool, "t");
+        let mine = batch(&pool, 2, 64);
+        let ask = Open { tokens: (0..9).collect(), max_new_tokens: 7, admit, ..Open::default() };
+        let sequence = pool.open(t, ask).expect("there is room");
+        mine.add(&sequence).expect("a row");
+        run(&mine, 1);
+        mine.remove(&sequence).expect("it has a row");
+        let promised = pool.ledger().usage(Tier::Device, t).promised;
+        commit(&pool, &suspend(&pool, &sequence, Wish::Swap));
+        assert_eq!(pool.ledger().usage(Tier::Device, t).promised, Units(0));
+        // Room for its pages, and not for what it was admitted for.
+        let other = computed(&pool, &mine, t, 100..if admit { 109 } else { 116 });
+        let before = look(&pool, &sequence);
+        match pool.resume(&sequence, TTL, false) {
+            Err(Error::Refused(refusal)) => {
+                assert_eq!((refusal.tier, refusal.why), (Tier::Device, Why::Claim))
+            }
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(look(&pool, &sequence), before);
+        green(&pool);
+        drop(other);
+        commit(&pool, &pool.resume(&sequence, TTL, false).expect("there is room"));
+        assert_eq!(pool.ledger().usage(Tier::Device, t).promised, promised);
+        close(&sequence);
+        empty(&pool);
+    }
+}
+
+/// Closed at any point, and the plan then committed, aborted, or never heard of (cases 1-3, 7).
+#[test]
+fn closed_in_every_state() {
+    for (name, spec) in specs() {
+        for wish in [Wish::Swap, Wish::Recompute] {
+            for at in 0..6 {
+                let pool = host_pool(spec.clone(), 12, 12);
+                let t = plain_tenant(&pool, "t");
+                let mine = batch(&pool, 2, 64);
+                let sequence = computed(&pool, &mine, t, 0..14);
+                // Another one's page continues one that is away.
+                let child = computed(&pool, &mine, t, (0..8).chain(70..75));
+                drop(child);
+                let mut built = suspend(&pool, &sequence, wish);
+                if at >= 3 {
+                    commit(&pool, &built);
+                    built = pool.resume(&sequence, TTL, false).expect("there is room");
+                }
+                sequence.close().expect("nobody uses it");
+                green(&pool);
+                match at % 3 {
+                    0 => drop(pool.commit_plan(&built.0).expect("open")),
+                    1 => pool.abort_plan(&built.0).expect("open"),
+                    _ => drop(pool.advance(TTL).expect("a manual clock")),
+                }
+                pool.expire_plans();
+                green(&pool);
+                assert_eq!(pool.audit().balance[1].held, 0, "{name} {wish:?} {at}");
+                assert!(pool.abort_plan(&built.0).is_err(), "a late report");
+                drop(sequence);
+                empty(&pool);
+            }
+        }
+    }
+}
+
+#[test]
+fn closed_off_the_device() {
+    for (name, spec) in specs() {
+        let pool = host_pool(spec, 12, 12);
+        let t = plain_tenant(&pool, "t");
+        let mine = batch(&pool, 2, 64);
+        let sequence = computed(&pool, &mine, t, 0..14);
+        commit(&pool, &suspend(&pool, &sequence, Wish::Swap));
+        drop(sequence);
+        let balance = pool.audit().balance[1];
+        assert_eq!(balance.free, balance.capacity, "{name}: nothing else continues it");
+        empty(&pool);
+    }
+}
+
+/// A page that others continue can't end while it is away; when the host tier is full it does as soon as it can.
+#[test]
+fn what_is_left_on_the_host_tier_goes_when_room_is_needed() {
+    let pool = host_pool(spec(&[(Full, 1)]), 12, 4);
+    let t = plain_tenant(&pool, "t");
+    let mine = batch(&pool, 2, 64);
+    let sequence = computed(&pool, &mine, t, 0..13);
+    let child = computed(&pool, &mine, t, (0..8).chain(70..75));
+    // All of it was cached once, so the order lists it, and the child continues its second page.
+    drop((child, sequence));
+    let sequence = open(&pool, t, 0..13);
+    assert_eq!(sequence.counts().expect("free").cached, 12);
+    commit(&pool, &suspend(&pool, &sequence, Wish::Swap));
+    drop(sequence);
+    green(&pool);
+    assert_eq!(pool.audit().balance[1].cached, pool.bytes(3));
+    let next = computed(&pool, &mine, t, 200..209);
+    match pool.offload(&next, TTL, false) {
+        Err(Error::Refused(r)) => assert_eq!(r.tier, Tier::Host, "two pages are continued"),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(pool.audit().balance[1].cached, pool.bytes(2));
+    // The child goes, and with it what it continues.
+    let hog = computed(&pool, &mine, t, 300..336);
+    green(&pool);
+    commit(&pool, &pool.offload(&next, TTL, false).expect("there is room"));
+    close(&next);
+    drop(hog);
+    empty(&pool);
+}
+
+#[test]
+fn only_a_running_sequence_grows() {
+    let pool = host_pool(spec(&[(Full, 1), (Fixed, 1)]), 20, 20);
+    let t = plain_tenant(&pool, "t");
+    let mine = batch(&pool, 2, 64);
+    let sequence = computed(&pool, &mine, t, 0..9);
+    let refused = || {
+        let text = |e: Error| e.to_string();
+        let answers = [
+            sequence.extend(&[1]).map_err(text),
+            sequence.truncate(2).map_err(text),
+            sequence.fork().map(drop).map_err(text),
+            sequence.keep_state().map(drop).map_err(text),
+            mine.add(&sequence).map(drop).map_err(text),
+            pool.pin(&sequence, PAGE, t, None, "").map(drop).map_err(text),
+            pool.suspend(&sequence, Wish::Auto, None, TTL, false).map(drop).map_err(text),
+        ];
+        let first = answers[0].clone().expect_err("refused");
+        assert!(answers.iter().all(|answer| answer.as_ref() == Err(&first)), "{answers:?}");
+        first
+    };
+    let out = suspend(&pool, &sequence, Wish::Swap);
+    assert!(refused().contains("is being suspended"));
+    assert!(pool.resume(&sequence, TTL, false).is_err());
+    commit(&pool, &out);
+    assert!(refused().contains("is suspended"));
+    let back = pool.resume(&sequence, TTL, false).expect("there is room");
+    assert!(refused().contains("is being resumed"));
+    assert!(pool.resume(&sequence, TTL, false).is_err());
+    commit(&pool, &back);
+    assert!(pool.resume(&sequence, TTL, false).is_err(), "it runs");
+    sequence.extend(&[1]).expect("it runs");
+    sequence.close().expect("nobody uses it");
+    assert_eq!(pool.resume(&sequence, TTL, false).map(drop), Err(Error::Closed("the sequence")));
+    let elsewhere = host_pool(spec(&[(Full, 1)]), 4, 4);
+    assert_eq!(elsewhere.resume(&sequence, TTL, false).map(drop), Err(Error::WrongPool("the sequence")));
+    empty(&pool);
+}
+
+#[test]
+fn rows_are_taken_as_remove_takes_them() {
+    let pool = host_pool(spec(&[(Full, 1)]), 20, 20);
+    let t = plain_tenant(&pool, "t");
+    let (mine, other) = (batch(&pool, 4, 64), batch(&pool, 4, 64));
+    let sequences: Vec<_> = (0..3).map(|n| open(&pool, t, 10 * n..10 * n + 6)).collect();
+    for sequence in &sequences {
+        mine.add(sequence).expect("a row");
+    }
+    run(&mine, 1);
+    assert!(pool.suspend(&sequences[0], Wish::Swap, None, TTL, false).is_err(), "it stands in a batch");
+    assert!(pool.suspend(&sequences[0], Wish::Swap, Some(&other), TTL, false).is_err(), "in another one");
+    assert_eq!(mine.rows(), Ok(3));
+    // A step under way is forgotten for it.
+    mine.step(None, None, |_| ()).expect("nobody else uses it");
+    let out = pool.suspend(&sequences[0], Wish::Swap, Some(&mine), TTL, false).expect("it runs");
+    assert_eq!(out.0.victims[0].row, Some(TakenRow { row: 0, moved: Some(2) }));
+    assert_eq!(out.0.victims[0].sequence, sequences[0].number());
+    assert_eq!((mine.rows(), sequences[0].counts().expect("free").written), (Ok(2), 6));
+    // Frames that the step may still use come back when it is over.
+    commit(&pool, &out);
+    assert_eq!(pool.quiescence.drain(&pool.arenas), 0, "the step is under way");
+    mine.commit(Some(&[2, 2, 2])).expect("a step waits");
+    assert_eq!(pool.quiescence.drain(&pool.arenas), 2);
+    let out = pool.suspend(&sequences[1], Wish::Swap, Some(&mine), TTL, false).expect("it runs");
+    assert_eq!(out.0.victims[0].row, Some(TakenRow { row: 1, moved: None }));
+    pool.abort_plan(&out.0).expect("open");
+    mine.add(&sequences[1]).expect("it runs");
+    run(&mine, 3);
+    sequences.iter().for_each(|s| close(s));
+    drop((mine, other));
+    empty(&pool);
+}
+
+/// Some moves of a plan are committed, then it is given up: what has left stays away, and comes back later.
+#[test]
+fn given_up_in_the_middle() {
+    let pool = host_pool(spec(&[(Full, 1)]), 20, 20);
+    let t = plain_tenant(&pool, "t");
+    let mine = batch(&pool, 2, 64);
+    let sequence = computed(&pool, &mine, t, 0..13);
+    let out = suspend(&pool, &sequence, Wish::Swap);
+    assert_eq!(pool.commit_some(&out.0, 1).expect("open").left, 3);
+    green(&pool);
+    pool.abort_plan(&out.0).expect("open");
+    green(&pool);
+    assert_eq!(sequence.state(), Ok(State::Suspended(Mode::Swap)));
+    assert_eq!((held(&pool, Tier::Device, t), held(&pool, Tier::Host, t)), (3, 1));
+    let back = pool.resume(&sequence, TTL, false).expect("there is room");
+    assert_eq!(back.0.moves.len(), 1);
+    commit(&pool, &back);
+    assert_eq!(sequence.state(), Ok(State::Running));
+    // And on its way back.
+    commit(&pool, &suspend(&pool, &sequence, Wish::Swap));
+    let back = pool.resume(&sequence, TTL, false).expect("there is room");
+    pool.commit_some(&back.0, 3).expect("open");
+    pool.advance(TTL).expect("a manual clock");
+    assert_eq!(pool.commit_some(&back.0, 1), Err(Error::Plan(Fault::Ended(back.0.id, PlanState::Expired))));
+    green(&pool);
+    assert_eq!(sequence.state(), Ok(State::Suspended(Mode::Swap)));
+    commit(&pool, &pool.resume(&sequence, TTL, false).expect("there is room"));
+    mine.add(&sequence).expect("it runs");
+    run(&mine, 9);
+    assert_eq!(sequence.tokens(12).expect("free"), [12, 1, 9]);
+    close(&sequence);
+    drop(mine);
+    empty(&pool);
+}
+
+#[test]
+fn what_restores_sooner() {
+    let pool = host_pool(spec(&[(Full, 1)]), 20, 20);
+    let t = plain_tenant(&pool, "t");
+    let mine = batch(&pool, 2, 64);
+    let sequence = computed(&pool, &mine, t, 0..13);
+    let fate = || pool.suspend(&sequence, Wish::Auto, None, TTL, true).expect("it runs").0.victims[0].fate;
+    assert_eq!(fate(), Fate::Swapped);
+    // 13 tokens and 4 pages of 256 bytes, both ways: at 2048 bytes a second one second.
+    pool.set_bandwidths(0, 2048);
+    pool.set_recompute_speed(12);
+    assert_eq!(fate(), Fate::Swapped);
+    pool.set_recompute_speed(14);
+    assert_eq!(fate(), Fate::Recomputed);
+    // What others keep is not computed again.
+    pool.set_recompute_speed(12);
+    let other = open(&pool, t, 0..13);
+    let built = pool.suspend(&sequence, Wish::Auto, None, TTL, true).expect("it runs").0;
+    assert_eq!((built.victims[0].fate, built.shared), (Fate::Recomputed, pool.bytes(3)).to_owned());
+    assert_eq!(built.victims[0].tokens, 1);
+    assert_eq!(built.rungs, Rungs { free: pool.bytes(1), ..Rungs::default() });
+    assert!(built.is_dry());
+    drop((other, sequence));
+    empty(&pool);
+}
+
+/// Tokens that nobody told the pool can't be computed again.
+#[test]
+fn unknown_tokens_are_swapped_or_stay() {
+    for host in [0, 20] {
+        let pool = host_pool(spec(&[(Full, 1)]), 20, host);
+        let t = plain_tenant(&pool, "t");
+        let mine = batch(&pool, 1, 64);
+        let sequence = open(&pool, t, 0..6);
+        mine.add(&sequence).expect("a row");
+        mine.step(None, None, |_| ()).expect("nobody else uses it");
+        mine.step(Some(&[1]), None, |_| ()).expect("nobody else uses it");
+        for _ in 0..2 {
+            mine.commit(None).expect("a step waits");
+        }
+        mine.remove(&sequence).expect("it has a row");
+        assert_eq!(sequence.counts().expect("free").written, 7);
+        let built = pool.suspend(&sequence, Wish::Recompute, None, TTL, false);
+        match host {
+            0 => assert!(matches!(built, Err(Error::Refused(_)))),
+            _ => assert_eq!(built.expect("there is a host tier").0.victims[0].fate, Fate::Swapped),
+        }
+        drop(sequence);
+        pool.advance(TTL).expect("a manual clock");
+        pool.expire_plans();
+        empty(&pool);
+    }
+}
+
+/// Of each tenant of `policies`, so many sequences of one page in a batch, the oldest first.
+fn crowd(pool: &Arc<Pool>, batch: &Batch, tenants: &[(TenantId, u32)]) -> Vec<Vec<Arc<Sequence>>> {
+    let mut first = 0;
+    let sequences = tenants.iter().map(|&(tenant, n)| {
+        let one = |_| {
+            first += 10;
+            let sequence = open(pool, tenant, first..first + 3);
+            batch.add(&sequence).expect("a row");
+            sequence
+        };
+        (0..n).map(one).collect()
+    });
+    let sequences = sequences.collect();
+    run(batch, 1);
+    sequences
+}
+
+fn numbers(sequences: &[Arc<Sequence>]) -> Vec<u64> {
+    sequences.iter().map(|s| s.number()).collect()
+}
+
+/// The oldest of a tenant stays; sessions go first; then the youngest. A dry run takes nothing.
+#[test]
+fn victims_of_one_tenant() {
+    let pool = host_pool(spec(&[(Full, 1)]), 30, 30);
+    let [t, other] = ["t", "other"].map(|name| plain_tenant(&pool, name));
+    let mine = batch(&pool, 16, 64);
+    let sequences = crowd(&pool, &mine, &[(t, 4), (other, 2)]);
+    let idle = computed(&pool, &mine, t, 500..503);
+    let from = From { batches: &[&mine], sessions: &[Arc::clone(&idle), Arc::clone(&sequences[0][1])] };
+    let ask = |pages, dry| pool.preempt(t, pool.bytes(pages), from, Wish::Auto, TTL, dry).expect("sound");
+    let n = numbers(&sequences[0]);
+    let dry = ask(99, true);
+    assert_eq!(numbers(&dry.1), [idle.number(), n[3], n[2], n[1]]);
+    assert_eq!((dry.0.shortfall, dry.0.rungs.offload), (pool.bytes(95), pool.bytes(4)));
+    assert_eq!((mine.rows(), sequences[0][3].state()), (Ok(6), Ok(State::Running)));
+    let built = ask(2, false);
+    assert_eq!(numbers(&built.1), [idle.number(), n[3]]);
+    assert_eq!(built.0.victims[..], dry_rows(&dry.0.victims[..2], &built.0.victims[..2]));
+    commit(&pool, &built);
+    assert_eq!(held(&pool, Tier::Device, t), 3);
+    let unknown = pool.preempt(ROOT, 1, from, Wish::Auto, TTL, false).map(drop);
+    assert!(matches!(unknown, Err(Error::UnknownTenant(_))), "{unknown:?}");
+    sequences.iter().flatten().chain([&idle]).for_each(|s| close(s));
+    drop(mine);
+    empty(&pool);
+}
+
+/// What a dry run foretold, with the rows that were taken.
+fn dry_rows(dry: &[Victim], built: &[Victim]) -> Vec<Victim> {
+    dry.iter().zip(built).map(|(dry, built)| Victim { row: built.row, ..*dry }).collect()
+}
+
+/// By priority, then by use over the reserve and weight, across the tenants of an org (case 30).
+#[test]
+fn victims_across_tenants() {
+    let pool = host_pool(spec(&[(Full, 1)]), 30, 30);
+    let org = plain_tenant(&pool, "org");
+    let policy = |priority, weight| Policy { priority, weight, ..Policy::default() };
+    let low = tenant(&pool, org, "low", &policy(10, 1));
+    let over = tenant(&pool, org, "over", &policy(50, 1));
+    let heavy = tenant(&pool, org, "heavy", &policy(50, 4));
+    let mine = batch(&pool, 16, 64);
+    let [low, over, heavy]: [Vec<_>; 3] =
+        crowd(&pool, &mine, &[(low, 2), (over, 4), (heavy, 9)]).try_into().expect("three");
+    let from = From { batches: &[&mine], sessions: &[] };
+    let built = pool.preempt(org, pool.bytes(5), from, Wish::Auto, TTL, false).expect("sound");
+    let (o, h) = (numbers(&over), numbers(&heavy));
+    // 4 against 9/4, 3 against 9/4, 2 against 9/4, 2 against 8/4: equal, and the younger goes.
+    assert_eq!(numbers(&built.1), [low[1].number(), o[3], o[2], h[8], h[7]]);
+    assert_eq!((built.0.shortfall, built.0.rungs.sum()), (0, pool.bytes(5)));
+    // The rows went one after the other, as remove takes them.
+    assert_eq!(built.0.victims.iter().map(|v| v.row.is_some()).collect::<Vec<_>>(), [true; 5]);
+    assert_eq!(mine.rows(), Ok(10));
+    commit(&pool, &built);
+    // Whoever was the last victim of its tenant is not the next one.
+    commit(&pool, &pool.resume(&built.1[4], TTL, false).expect("there is room"));
+    mine.add(&built.1[4]).expect("it runs");
+    let heavy_id = heavy[0].tenant();
+    let next = pool.preempt(heavy_id, pool.bytes(1), from, Wish::Auto, TTL, false).expect("sound");
+    assert_eq!(numbers(&next.1), [h[6]]);
+    pool.abort_plan(&next.0).expect("open");
+    mine.add(&next.1[0]).expect("it runs");
+    let next = pool.preempt(heavy_id, pool.bytes(99), from, Wish::Auto, TTL, true).expect("sound");
+    assert!(!numbers(&next.1).contains(&h[7]) && !numbers(&next.1).contains(&h[0]));
+    [low, over, heavy].iter().flatten().for_each(|s| close(s));
+    drop(mine);
+    empty(&pool);
+}

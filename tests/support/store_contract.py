@@ -1,0 +1,438 @@
+"""What every store must do, whatever its arrays: `tests/test_store_numpy.py` and `tests/torch` run it.
+
+The truth is attention in float64 over what each sequence was given, kept apart from pages, tables and frames.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+import kvalloc
+from tinypool import check, check_idle
+
+HEADS, KV_HEADS, DIM = 6, 2, 32
+# Storage, and how far an answer may be from that of exact K and V of order 1.
+DTYPES = {
+    "float32": 2e-6,
+    "float16": 2e-3,
+    "bfloat16": 2e-2,
+    "float8_e4m3fn": 0.2,
+    "int8": 3e-2,
+}
+KINDS = ("full", "window", "chunked", "latent")
+V_DIM = 24  # of the latent
+
+
+def spec_of(
+    *kinds: str, dtype: str = "float32", page_tokens: int = 16, window: int = 37, layers: int = 2, **options
+) -> kvalloc.KVSpec:
+    """Return a spec with one group of each kind."""
+    groups = []
+    for kind in kinds:
+        shape = {"k_dim": DIM} if kind == "latent" else {"kv_heads": KV_HEADS, "k_dim": DIM}
+        if kind in ("window", "chunked"):
+            shape["window"] = window
+        groups.append(kvalloc.LayerGroup(kind, kind, layers=layers, dtype=dtype, **shape))
+    return kvalloc.KVSpec.from_groups(groups, page_tokens, **options)
+
+
+def pool_of(spec: kvalloc.KVSpec, size: str = "2MiB", **options) -> kvalloc.Pool:
+    pool = kvalloc.Pool(spec, size, clock="manual", **options)
+    pool.tenant("a")
+    return pool
+
+
+def first_seen(group: kvalloc.LayerGroup, position: int) -> int:
+    """Return the first position that a token looks at, as the spec's words have it."""
+    if group.kind == "window":
+        return max(0, position - group.window + 1)
+    if group.kind == "chunked":
+        return position - position % group.window
+    return 0
+
+
+def plain(q, k, v, group, positions, *, scale=None, soft_cap=None, sinks=None):
+    """Attention of tokens at `positions` over k and v ``[tokens, kv_heads, dim]``, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    per_head = q.shape[1] // k.shape[1]
+    out = np.zeros((*q.shape[:2], v.shape[-1]))
+    for i, position in enumerate(positions):
+        seen = slice(first_seen(group, position), position + 1)
+        for head in range(q.shape[1]):
+            scores = k[seen, head // per_head] @ q[i, head] * (scale or q.shape[-1] ** -0.5)
+            if soft_cap:
+                scores = np.tanh(scores / soft_cap) * soft_cap
+            top = scores.max() if sinks is None else max(scores.max(), sinks[head])
+            weights = np.exp(scores - top)
+            total = weights.sum() + (0 if sinks is None else np.exp(sinks[head] - top))
+            out[i, head] = weights @ v[seen, head // per_head] / total
+    return out
+
+
+class Model:
+    """Random K, V and queries for every layer, and what attention over them should give."""
+
+    def __init__(self, test: StoreContract, store, batch, seed: int = 0) -> None:
+        self.test, self.store, self.batch = test, store, batch
+        self.spec = store.spec
+        self.random = np.random.default_rng(seed)
+        self.history: dict[object, dict[tuple[int, str], np.ndarray]] = {}
+
+    def step(self, tolerance: float = 2e-6, dtype=np.float32, sampled: int = 7, **how) -> kvalloc.Step:
+        """Run one step through all layers; every answer is compared."""
+        step = self.batch.step(**{name: how.pop(name) for name in ("counts", "token_budget") if name in how})
+        self.store.copy(step.copies)
+        for layer in range(len(self.spec.layer_map)):
+            self.layer(layer, step, tolerance, dtype, **how)
+        self.batch.commit(np.full(step.num_rows, sampled, np.int32))
+        return step
+
+    def layer(self, layer, step, tolerance=2e-6, dtype=np.float32, **how):
+        group = self.spec.groups[self.spec.layer_map[layer][0]]
+        latent = group.kind == "latent"
+        n = step.num_tokens
+        q = self.random.standard_normal((n, HEADS, group.k_dim)).astype(dtype)
+        k = self.random.standard_normal((n, group.kv_heads, group.k_dim)).astype(dtype)
+        v = None if latent else self.random.standard_normal((n, group.kv_heads, group.v_dim)).astype(dtype)
+        got = self.test.attend(self.store, layer, q, k, v, self.batch, v_dim=V_DIM if latent else None, **how)
+        assert got.dtype == dtype
+        starts = self.batch.query_start_loc
+        for row, seq in enumerate(self.batch.rows[: step.num_rows]):
+            at = slice(int(starts[row]), int(starts[row + 1]))
+            if at.start == at.stop:
+                continue
+            length = int(self.batch.seq_lens[row])
+            before = length - (at.stop - at.start)
+            keys = self.remember(seq, layer, "k", before, k[at])
+            values = keys[..., :V_DIM] if latent else self.remember(seq, layer, "v", before, v[at])
+            want = plain(q[at], keys, values, group, range(before, length), **how)
+            np.testing.assert_allclose(
+                got[at], want, atol=tolerance, rtol=tolerance, err_msg=f"layer {layer} row {row}"
+            )
+
+    def remember(self, seq, layer, name, before, new):
+        """Extend what a sequence was given; a sequence that hit a prefix starts from `history` of another."""
+        kept = self.history.setdefault(seq, {})
+        old = kept.get((layer, name), new[:0])[:before]
+        assert len(old) == before, "the test did not say what these tokens hold"
+        kept[layer, name] = np.concatenate([old, new])
+        return kept[layer, name]
+
+    def inherit(self, seq, other):
+        """Say that a sequence's first tokens hold what another's do."""
+        self.history[seq] = {key: value.copy() for key, value in self.history[other].items()}
+
+
+class StoreContract:
+    """Subclasses say how to make a store and how to turn its arrays into numpy's."""
+
+    def make(self, pool, **options):
+        raise NotImplementedError
+
+    def array(self, values):
+        """Return the library's array."""
+        raise NotImplementedError
+
+    def numbers(self, array):
+        """Return a numpy array."""
+        raise NotImplementedError
+
+    def poison(self, store):
+        """Fill all memory with bits that mean NaN in every floating-point dtype."""
+        for cls in range(len(store.classes)):
+            for part in store.page_parts(cls):
+                part[:] = 0xFF
+
+    def attend(self, store, layer, q, k, v, batch, **how):
+        sinks = how.pop("sinks", None)
+        arrays = (None if x is None else self.array(x) for x in (q, k, v))
+        if sinks is not None:
+            how["sinks"] = self.array(sinks)
+        return self.numbers(store.attend(layer, *arrays, batch, **how))
+
+    # -- attention -------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("layout", ["page_major", "layer_major"])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_prefill_chunks_and_decode(self, kind, dtype, layout):
+        """Rows of several lengths, prompts in chunks beside decoding rows, over pages full of NaN."""
+        spec = spec_of(kind, dtype=dtype, layout=layout)
+        pool = pool_of(spec)
+        with self.make(pool) as store, pool.batch(4, 512) as batch:
+            self.poison(store)
+            model = Model(self, store, batch)
+            for n in (1, 16, 40, 100):
+                batch.add(pool.open("a", np.arange(n) + 1000 * n))
+            for _ in range(6):
+                model.step(DTYPES[dtype], token_budget=48)
+            check(pool)
+
+    @pytest.mark.parametrize("kinds", [("full", "window"), ("full", "chunked"), ("latent", "window")])
+    def test_hybrids(self, kinds):
+        """Two groups, each with its own pages; windows really let go, and what they let go is poisoned."""
+        pool = pool_of(spec_of(*kinds, window=24))
+        with self.make(pool) as store, pool.batch(2, 512) as batch:
+            self.poison(store)
+            model = Model(self, store, batch)
+            for n in (30, 90):
+                batch.add(pool.open("a", np.arange(n) + 1000 * n))
+            for _ in range(40):
+                model.step()
+            assert (batch.block_table(1)[1, :2] == 0).all()
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("how", ["soft cap", "sinks", "both", "scale"])
+    def test_caps_and_sinks(self, kind, how):
+        pool = pool_of(spec_of(kind))
+        options = {}
+        if how in ("soft cap", "both"):
+            options["soft_cap"] = 1.5
+        if how in ("sinks", "both"):
+            options["sinks"] = np.linspace(-2, 3, HEADS).astype(np.float32)
+        if how == "scale":
+            options["scale"] = 0.3
+        with self.make(pool) as store, pool.batch(2, 512) as batch:
+            self.poison(store)
+            model = Model(self, store, batch)
+            for n in (20, 70):
+                batch.add(pool.open("a", np.arange(n) + 1000 * n))
+            for _ in range(4):
+                model.step(5e-6, token_budget=50, **options)
+
+    @pytest.mark.parametrize("page_tokens", [1, 5, 16, 64])
+    def test_page_sizes(self, page_tokens):
+        pool = pool_of(spec_of("full", "window", page_tokens=page_tokens, window=11))
+        with self.make(pool) as store, pool.batch(3, 256) as batch:
+            self.poison(store)
+            model = Model(self, store, batch)
+            for n in (1, 33, 64):
+                batch.add(pool.open("a", np.arange(n) + 1000 * n))
+            for _ in range(5):
+                model.step(token_budget=40)
+
+    # -- prefixes and forks ----------------------------------------------------------------------------------
+
+    def test_a_hit_reads_what_another_sequence_wrote(self):
+        pool = pool_of(spec_of("full"))
+        with self.make(pool) as store, pool.batch(2, 256) as batch:
+            self.poison(store)
+            model = Model(self, store, batch)
+            first = pool.open("a", np.arange(50))
+            batch.add(first)
+            model.step()
+            second = pool.open("a", np.arange(60))
+            assert second.cached_tokens == 48
+            model.inherit(second, first)
+            batch.add(second)
+            for _ in range(3):
+                model.step()
+
+    def test_c18_forks_copy_before_they_write(self):
+        """Case C18: a partial tail page is shared by a fork; both write; both answers are right."""
+        pool = pool_of(spec_of("full", "window"))
+        with self.make(pool) as store, pool.batch(4, 256) as batch:
+            self.poison(store)
+            model = Model(self, store, batch)
+            parent = pool.open("a", np.arange(41))
+            batch.add(parent)
+            model.step()
+            copied = 0
+            children = [parent.fork(), parent.fork()]
+            for child in children:
+                model.inherit(child, parent)
+                batch.add(child)
+            for _ in range(20):
+                copied += len(model.step().copies)
+            assert copied >= 2
+            for seq in (parent, *children):
+                batch.remove(seq)
+                seq.close()
+            check_idle(pool)
+
+    def test_b13_eviction_leaves_a_reader_its_bytes(self):
+        """Case B13: a batch of pages is evicted beside a reader that holds one of them."""
+        pool = pool_of(spec_of("full"), "128KiB")
+        with self.make(pool) as store, pool.batch(4, 256) as batch:
+            self.poison(store)
+            model = Model(self, store, batch)
+            writer = pool.open("a", np.arange(100))
+            batch.add(writer)
+            model.step()
+            reader = pool.open("a", np.arange(17))
+            assert reader.cached_tokens == 16
+            model.inherit(reader, writer)
+            batch.remove(writer)
+            writer.close()
+            # Everything but the reader's page goes to somebody else, and is written over.
+            with pool.open("a", np.arange(90) + 5000) as other:
+                batch.add(other)
+                batch.add(reader)
+                for _ in range(3):
+                    model.step()
+                assert pool.stats().evictions > 0
+                batch.remove(other)
+
+    # -- views -----------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("layout", ["page_major", "layer_major"])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_views_and_bytes(self, dtype, layout):
+        """A layer's tensors lie where the geometry says, share memory with the bytes, touch no other."""
+        spec = spec_of("full", "window", dtype=dtype, layout=layout)
+        with self.make(pool_of(spec)) as store:
+            for cls in range(len(store.classes)):
+                for part in store.page_parts(cls):
+                    part[:] = 0
+            group, at = spec.layer_map[3]
+            page = spec.classes[group]
+            view = store.views(3)
+            frames = store.pool.device_bytes // page.page_bytes
+            assert tuple(view.k.shape) == (frames, 16, KV_HEADS, DIM) == tuple(view.v.shape)
+            assert (view.k_scale is None) == (dtype != "int8") == (view.v_scale is None)
+            marked = [x for x in view if x is not None]
+            for array in marked:
+                array[5] = 1
+            size, scale = kvalloc.layers.DTYPES[dtype]
+            want = 16 * KV_HEADS * (2 * DIM * size + 2 * scale)
+            parts = [self.numbers(part) for part in store.page_parts(group)]
+            layer = parts[at][5] if layout == "layer_major" else parts[0][5][at * page.layer_bytes :]
+            assert layer[:want].reshape(-1)[:1].size == 1
+            touched = sum(int((part != 0).any(1).sum()) for part in parts)
+            assert touched == 1  # one frame, one layer
+            if layout == "page_major":
+                whole = self.numbers(store.page_bytes_view(group))[5]
+                outside = np.r_[whole[: at * page.layer_bytes], whole[at * page.layer_bytes + want :]]
+                assert not outside.any()
+                assert whole[at * page.layer_bytes : at * page.layer_bytes + want].any()
+
+    def test_layers_that_share(self):
+        spec = kvalloc.KVSpec.uniform(layers=2, kv_heads=2, head_dim=32, dtype="float32")
+        with self.make(pool_of(spec)) as store:
+            assert store.views(1) is store.views(1)
+            store.views(0).k[3] = 7
+            assert float(self.numbers(store.views(0).k)[3].min()) == 7
+
+    # -- refusals --------------------------------------------------------------------------------------------
+
+    def test_one_store_a_pool(self):
+        pool = pool_of(spec_of("full"))
+        store = self.make(pool)
+        with pytest.raises(kvalloc.InUse, match="has a store already"):
+            self.make(pool)
+        store.close()
+        self.make(pool).close()
+        forgotten = self.make(pool)
+        del forgotten
+        gc.collect()
+        self.make(pool).close()
+
+    def test_closed(self):
+        pool = pool_of(spec_of("full"))
+        batch = pool.batch(2, 64)
+        batch.add(pool.open("a", range(4)))
+        batch.step()
+        q, k = np.zeros((4, HEADS, DIM), np.float32), np.zeros((4, KV_HEADS, DIM), np.float32)
+        with self.make(pool) as store:
+            assert not store.closed
+        assert store.closed
+        assert "closed" in repr(store)
+        calls = (
+            lambda: store.views(0),
+            lambda: store.page_bytes_view(0),
+            lambda: store.copy(np.zeros((0, 3), np.int32)),
+            lambda: self.attend(store, 0, q, k, k, batch),
+        )
+        for call in calls:
+            with pytest.raises(kvalloc.ClosedError, match="store is closed"):
+                call()
+        store.close()
+        store = self.make(pool)
+        pool.close()
+        for call in calls:
+            with pytest.raises(kvalloc.ClosedError, match="pool is closed"):
+                call()
+        with pytest.raises(kvalloc.ClosedError, match="pool is closed"):
+            self.make(pool)
+
+    def test_wrong_arguments(self):
+        pool = pool_of(spec_of("full", "latent"))
+        other = pool_of(spec_of("full", "latent"))
+        batch, foreign = pool.batch(2, 64), other.batch(2, 64)
+        for b, p in ((batch, pool), (foreign, other)):
+            b.add(p.open("a", range(5)))
+        q, k = np.zeros((5, HEADS, DIM), np.float32), np.zeros((5, KV_HEADS, DIM), np.float32)
+        with self.make(pool) as store:
+
+            def refused(error, match, layer=0, q=q, k=k, v=k, batch=batch, **how):
+                with pytest.raises(error, match=match):
+                    self.attend(store, layer, q, k, v, batch, **how)
+
+            wrong = kvalloc.InvalidArgument
+            refused(wrong, "no step yet")
+            batch.step()
+            refused(kvalloc.WrongPool, "another pool", batch=foreign)
+            refused(wrong, "kvalloc.Batch", batch=None)
+            refused(wrong, "layers 0 to 3", layer=4)
+            refused(wrong, "layers 0 to 3", layer=-1)
+            refused(wrong, "it must be \\(5, heads, 32\\)", q=q[:4])
+            refused(wrong, "heads of this rank", q=q[:, :5])
+            refused(wrong, "values of a head", q=q[..., :31])
+            refused(wrong, "k has shape \\(4, 2, 32\\)", k=k[:4])
+            refused(wrong, "KV heads of this rank", k=k[:, :1])
+            refused(wrong, "v has shape", v=k[..., :8])
+            refused(wrong, "v must be", v=None)
+            refused(wrong, "k has dtype", k=k.astype(np.int32))
+            refused(wrong, "q has dtype", q=q.astype(np.int32))
+            refused(wrong, "scale is nan", scale=float("nan"))
+            refused(wrong, "soft_cap is 0", soft_cap=0)
+            refused(wrong, "one per head", sinks=np.zeros(5, np.float32))
+            refused(wrong, "v_dim is 16", v_dim=16)
+            refused(wrong, "is a latent", layer=2, k=k[:, :1], v=None)
+            refused(wrong, "v_dim is 33", layer=2, k=k[:, :1], v=None, v_dim=33)
+            refused(wrong, "no V of its own", layer=2, k=k[:, :1], v=k[:, :1], v_dim=16)
+            with pytest.raises(wrong, match="must be"):
+                store.attend(0, q.tolist(), None, None, batch)
+            for copies in ([[0, 1]], [[9, 1, 2]], [[0, 0, 2]], [[0, 1, 10**6]], [[0.5, 1, 2]]):
+                with pytest.raises(wrong, match="copies"):
+                    store.copy(np.array(copies))
+            frame = int(batch.block_table(0)[0, 0])
+            for entry, told in ((10**6, "1000000 is no frame"), (0, "0 is no frame"), (-5, "-5 is no frame")):
+                batch.block_table(0)[0, 0] = entry
+                batch.step()
+                refused(wrong, told, q=q[:1], k=k[:1], v=k[:1])
+            batch.block_table(0)[0, 0] = frame
+            batch.step()
+            batch.slot_mapping(0)[0] = 16 * 10**6
+            refused(wrong, "names frame 1000000", q=q[:1], k=k[:1], v=k[:1])
+        foreign.close()
+
+    def test_nothing_is_written_when_refused(self):
+        pool = pool_of(spec_of("full"))
+        with self.make(pool) as store, pool.batch(2, 64) as batch:
+            batch.add(pool.open("a", range(5)))
+            batch.step()
+            view = store.views(0)
+            view.k[:], view.v[:] = 3, 3
+            q, k = np.zeros((5, HEADS, DIM), np.float32), np.zeros((5, KV_HEADS, DIM), np.float32)
+            for how in ({"soft_cap": -1.0}, {"v_dim": 3}):
+                with pytest.raises(kvalloc.InvalidArgument):
+                    self.attend(store, 0, q, k, k, batch, **how)
+            with pytest.raises(kvalloc.InvalidArgument):
+                self.attend(store, 0, q, k, k[..., :3], batch)
+            assert (self.numbers(view.k) == 3).all()
+
+    def test_no_memory(self, monkeypatch):
+        pool = pool_of(spec_of("full"), "1GiB")
+        monkeypatch.setattr(f"{type(self).MODULE}.available_bytes", lambda: 1 << 20)
+        with pytest.raises(
+            kvalloc.OutOfMemory, match=r"1 GiB, and cpu has 1 MiB available.*smaller"
+        ) as caught:
+            self.make(pool)
+        assert isinstance(caught.value, MemoryError)
+        assert (caught.value.asked, caught.value.room) == (pool.device_bytes, 1 << 20)
+        monkeypatch.undo()
+        self.make(pool).close()
