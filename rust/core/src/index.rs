@@ -72,7 +72,7 @@ pub(crate) struct Wanted<'a> {
 }
 
 /// A page that was found and checked.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Seen {
     /// Which life of which page.
     pub(crate) page: PageRef,
@@ -80,6 +80,13 @@ pub(crate) struct Seen {
     pub(crate) prefix: u64,
     /// It continues the very page it had to, and not a copy of it.
     pub(crate) exact: bool,
+}
+
+/// The same page, however it was found.
+impl PartialEq for Seen {
+    fn eq(&self, other: &Self) -> bool {
+        (self.page, self.prefix) == (other.page, other.prefix)
+    }
 }
 
 impl Seen {
