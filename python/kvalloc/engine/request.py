@@ -9,14 +9,18 @@ two numpy operations.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvalloc.errors import InvalidArgument
 from kvalloc.sizes import format_bytes
 
-__all__ = ["Blocks", "Cause", "Literal", "Prompt", "Request", "Text", "reply_tokens"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["GREEDY", "Blocks", "Cause", "Literal", "Prompt", "Request", "Sampling", "Text", "reply_tokens"]
 
 Int32 = NDArray[np.int32]
 
@@ -187,6 +191,48 @@ class Cause:
         return f"{what}: {need}, {there}"
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is chosen.
+
+    Parameters
+    ----------
+    temperature : float
+        0 takes the most likely token.
+    top_p : float
+        Only the most likely tokens are drawn from whose probabilities first add up to this much.
+    seed : int
+        A draw depends on the seed and the place in the sequence alone: not on who else is in the batch, nor
+        on whether the sequence was interrupted.
+
+    Raises
+    ------
+    InvalidArgument
+        A number out of its range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name, fits, range_ in (
+            ("temperature", 0.0 <= self.temperature < float("inf"), "at least 0"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("seed", 0 <= self.seed < 1 << 63, "from 0 to 2**63 - 1"),
+        ):
+            if not fits:
+                raise InvalidArgument(f"{name} is {getattr(self, name)!r}; a number {range_} is needed")
+
+    def draw(self, place: int) -> float:
+        """Return the number in [0, 1) that decides the token at a place of the sequence."""
+        return float(np.random.Generator(np.random.Philox(key=self.seed, counter=place)).random())
+
+
+GREEDY = Sampling()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request of one tenant.
@@ -207,6 +253,10 @@ class Request:
         Requests with one key belong to one client or conversation and so to one tenant.
     reply : int
         The text that the made-up reply is drawn from, below 2**31.
+    sampling : Sampling
+        How a real model chooses each token.
+    on_token : callable, optional
+        Called with each token as it comes. Set it before the request is submitted.
     """
 
     arrival: float
@@ -216,6 +266,8 @@ class Request:
     share: tuple[tuple[str, int], ...] = ()
     key: int = 0
     reply: int = 0
+    sampling: Sampling = GREEDY
+    on_token: Callable[[int], None] | None = field(default=None, repr=False)
     # What the engine notes down. `ids` is kept only while the request stands first in its tenant's queue.
     ids: Int32 | None = field(default=None, repr=False)
     admitted: float = -1.0

@@ -60,9 +60,11 @@ class Rows:
         One a row.
     prefilling : list of Running
         Those whose prompt is not in yet, in the order they were admitted.
-    counts, left, reply, tenant : int32 ``[max_rows]``
-        Tokens the row asks for in this step; tokens it has still to generate; the text its made-up reply is
-        drawn from (`kvalloc.engine.request`); its tenant's number.
+    streams : int
+        How many of them want to be told of each token.
+    counts, left, last, reply, tenant : int32 ``[max_rows]``
+        Tokens the row asks for in this step; tokens it has still to generate; the one it sampled last; the
+        text its made-up reply is drawn from (`kvalloc.engine.request`); its tenant's number.
     lens : int32 ``[max_rows]``
         The batch's own `seq_lens`.
     """
@@ -71,7 +73,8 @@ class Rows:
         self.running: list[Running] = []
         self.prefilling: list[Running] = []
         self.lens: Int32 = np.asarray(batch.seq_lens)
-        self.counts, self.left, self.reply, self.tenant = np.zeros((4, max_rows), dtype=np.int32)
+        self.streams = 0
+        self.counts, self.left, self.last, self.reply, self.tenant = np.zeros((5, max_rows), dtype=np.int32)
 
     def __len__(self) -> int:
         """Return the number of rows in use."""
@@ -82,6 +85,7 @@ class Rows:
         row = run.row
         self.running.append(run)
         self.prefilling.append(run)
+        self.streams += run.request.on_token is not None
         self.counts[row] = 0
         self.left[row] = run.request.max_new
         self.reply[row] = run.request.reply
@@ -90,8 +94,9 @@ class Rows:
     def remove(self, run: Running) -> None:
         """Take a row out; the last one moves into the hole."""
         last = self.running.pop()
+        self.streams -= run.request.on_token is not None
         if last is not run:
-            for array in (self.counts, self.left, self.reply, self.tenant):
+            for array in (self.counts, self.left, self.last, self.reply, self.tenant):
                 array[run.row] = array[last.row]
             self.running[run.row] = last
             last.row = run.row

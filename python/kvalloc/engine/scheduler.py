@@ -13,6 +13,8 @@ Each call of `Engine.step` is one step of a serving engine:
 3. *Run* the model, which says what each row sampled. A row whose prompt is not in yet sampled nothing: -1.
 4. *Commit*, then retire the rows that are done.
 
+Tokens go out as they come: to `Request.on_token`, or to whoever pulls `Engine.stream`.
+
 Nobody starves. When the next request in turn waits for room in the pool, no later one may take that room;
 only requests that fit into what is free of their own tenant's reserve go past, because those bytes are not
 available to the waiting one anyway. The same holds below a tenant whose limit the request waits for; who is
@@ -26,8 +28,12 @@ admitted, while its prompt is going in, and when it ends.
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections import deque
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from kvalloc import AdmissionRefused, KvallocError, OutOfPages
 
@@ -78,8 +84,10 @@ class Engine:
     whole_need : bool
         Reserve a request's whole need when it is admitted. Without it a sequence may find no room half way;
         when no row at all can grow, the newest one fails and says by how much.
-    stop : int, optional
-        A token that ends a reply early.
+    stop : int or iterable of int, optional
+        Tokens that end a reply early.
+    reuse : bool
+        Hit prefixes that are cached. Without it every prompt is computed whole.
     listener : callable, optional
         Called as ``listener(event, request)`` with "arrived", "admitted", "finished", "refused" or "aborted".
     """
@@ -95,7 +103,8 @@ class Engine:
         token_budget: int = 8192,
         max_tokens: int = 131_072,
         whole_need: bool = True,
-        stop: int | None = None,
+        stop: int | Iterable[int] | None = None,
+        reuse: bool = True,
         listener: Callable[[str, Request], None] | None = None,
     ) -> None:
         if token_budget < max_rows:
@@ -104,7 +113,9 @@ class Engine:
             )
         self.pool, self.model, self.clock = pool, model, clock or VirtualClock()
         self.max_rows, self.token_budget, self.max_tokens = max_rows, token_budget, max_tokens
-        self.whole_need, self.stop = whole_need, stop
+        self.whole_need, self.reuse = whole_need, reuse
+        stops = () if stop is None else (stop,) if isinstance(stop, int) else stop
+        self.stop = np.array(sorted(set(stops)), dtype=np.int32)
         self.batch = pool.batch(max_rows, max_tokens)
         self.rows = Rows(self.batch, max_rows)
         self.queues = {name: Queue(tenant, name, i) for i, (name, tenant) in enumerate(tenants.items())}
@@ -119,6 +130,7 @@ class Engine:
         self._kept: dict[str | None, Queue] = {}
         self._keeps = True
         self._virtual = 0.0
+        self._opened = itertools.count()
 
     def run(self, arrivals: Iterable[Request]) -> Iterator[float]:
         """Serve requests in the order they arrive; yield the time after each step.
@@ -143,6 +155,35 @@ class Engine:
                 else:
                     self._give_up()
             yield self.clock.now()
+
+    def stream(self, request: Request) -> Iterator[int]:
+        """Submit a request and yield its tokens as they come.
+
+        Whoever asks for a token that is not there yet runs steps for everybody, so several streams may be
+        read in turn. One that has begun and is dropped before its end aborts its request.
+
+        Parameters
+        ----------
+        request : Request
+            Its `on_token` is set. When nothing comes any more, `Request.refused` says why, if it was refused.
+        """
+        tokens: deque[int] = deque()
+        request.on_token = tokens.append
+        self.submit(request)
+        return self._pull(request, tokens)
+
+    def _pull(self, request: Request, tokens: deque[int]) -> Iterator[int]:
+        try:
+            while tokens or request.finished < 0.0:
+                if tokens:
+                    yield tokens.popleft()
+                elif not self.step():
+                    self._wake()
+                    if not self.step():
+                        self._give_up()
+        finally:
+            if request.finished < 0.0:
+                self.abort(request)
 
     def submit(self, request: Request) -> None:
         """Put a request at the end of its tenant's queue."""
@@ -170,6 +211,7 @@ class Engine:
         if queue is None or request not in queue.requests:
             return False
         queue.requests.remove(request)  # an empty queue is dropped when its turn comes
+        request.finished = self.clock.now()
         self.waiting -= 1
         self._wake()
         self._tell("aborted", request)
@@ -208,13 +250,22 @@ class Engine:
         batch.commit(sampled)
         self.core_ns = stepped - start + perf_counter_ns() - committing
         self.steps += 1
-        left = rows.left[:n]
-        left -= sampled >= 0
+        left, got = rows.left[:n], sampled >= 0
+        left -= got
+        np.copyto(rows.last[:n], sampled, where=got)
         done = left == 0
-        if self.stop is not None:
-            done |= sampled == self.stop
-        for row in done.nonzero()[0][::-1].tolist():  # from the end, so that no row moves before its turn
-            self._retire(rows.running[row], "finished")
+        if len(self.stop):
+            done |= np.isin(sampled, self.stop)
+        ended = [rows.running[row] for row in done.nonzero()[0][::-1].tolist()]
+        streams = [rows.running[row] for row in got.nonzero()[0].tolist()] if rows.streams else []
+        try:
+            for run, token in zip(streams, sampled[got].tolist(), strict=False):
+                if run.request.on_token is not None:
+                    run.request.on_token(token)
+        finally:  # whatever a listener does, who is done leaves
+            for run in ended:
+                if run.request.finished < 0.0:  # else a listener has just aborted it
+                    self._retire(run, "finished")
         return True
 
     def _advance_prompts(self, sampled: Int32, refused: set[int]) -> None:
@@ -273,7 +324,12 @@ class Engine:
             request.ids = request.prompt.tokens()
         try:
             return self.pool.open(
-                tenant, request.ids, request.max_new, share=request.share, admit=self.whole_need
+                tenant,
+                request.ids,
+                request.max_new,
+                share=request.share,
+                extra_key=None if self.reuse else f"alone {next(self._opened)}",
+                admit=self.whole_need,
             )
         except AdmissionRefused as no:
             if no.verdict == "never":

@@ -1,13 +1,14 @@
-// Attention of queries over pages: decode rows (one query token each), prefill chunks (more than one), mixed in one batch.
+// Attention of queries over pages: decode rows (one query token each), prefill chunks (more than one), mixed in one
+// batch.
 //
-// Options: Q (kind of queries and output), KV (kind of the pages), SMALL (kind of compressed pages, -1: none), K_DIM, V_DIM,
-// SHARED_KV (1: V is the first V_DIM values of K), PAGE_TOKENS, GROUP (query heads per KV head), HEAD_TILE (those of them that a
-// block works on), VECTOR (rows of pages are aligned for vector loads), UNROLL (keys in flight per lane group, decode), ROW_TILE
-// (rows per thread, prefill).
+// Options: Q (kind of queries and output), KV (kind of the pages), SMALL (kind of compressed pages, -1: none),
+// K_DIM, V_DIM, SHARED_KV (1: V is the first V_DIM values of K), PAGE_TOKENS, GROUP (query heads per KV head),
+// HEAD_TILE (those of them that a block works on), VECTOR (rows of pages are aligned for vector loads), UNROLL
+// (keys in flight per lane group, decode), ROW_TILE (rows per thread, prefill).
 //
-// The query of position p sees the keys from first_key(p) to p. Keys that no query of a block sees are not loaded, whatever the
-// pages hold there: NaN in freed pages goes nowhere. A block table entry e < 0 names frame ~e of the compressed class.
-// Scores are kept times log2(e), so that exp2 does.
+// The query of position p sees the keys from first_key(p) to p. Keys that no query of a block sees are not loaded,
+// whatever the pages hold there: NaN in freed pages goes nowhere. A block table entry e < 0 names frame ~e of the
+// compressed class. Scores are kept times log2(e), so that exp2 does.
 
 #define THREADS 128
 #define LOG2E 1.4426950408889634f
@@ -97,9 +98,9 @@ __device__ inline float weight(float x, float top) { return exp2f(x - (top == NO
 
 // ---- decode ----
 //
-// A block has one row of the batch, HEAD_TILE query heads of one KV head, and one of `splits` shares of the keys. Each lane group takes
-// keys of its own, with a running maximum and sum of its own: the loop has no barrier. Groups are merged at the end, shares by
-// merge_splits.
+// A block has one row of the batch, HEAD_TILE query heads of one KV head, and one of `splits` shares of the keys.
+// Each lane group takes keys of its own, with a running maximum and sum of its own: the loop has no barrier. Groups
+// are merged at the end, shares by merge_splits.
 
 constexpr int LANES = lanes_for(K_DIM > V_DIM ? K_DIM : V_DIM);
 constexpr int LANE_GROUPS = THREADS / LANES;
@@ -109,9 +110,11 @@ constexpr int V_LOADED = SHARED_KV ? 1 : V_PIECES;  // an array has one element 
 constexpr int V_PADDED = V_PIECES * LANES * PIECE;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-paged_decode(const void *q, i64 q_token, i64 q_head, KEYS_ARGS(), KEYS_ARGS(small_), const int *block_table, i64 table_row,
+paged_decode(const void *q, i64 q_token, i64 q_head, KEYS_ARGS(), KEYS_ARGS(small_), const int *block_table,
+             i64 table_row,
              const int *seq_lens, const int *query_start_loc, float scale, int window, int chunk, float soft_cap,
-             const float *sinks, void *out, i64 out_token, i64 out_head, float *partial, float *partial_top, int splits) {
+             const float *sinks, void *out, i64 out_token, i64 out_head, float *partial, float *partial_top,
+             int splits) {
     int row = blockIdx.x, split = blockIdx.z;
     int token = query_start_loc[row];
     if (query_start_loc[row + 1] - token != 1) return;
@@ -275,10 +278,11 @@ paged_decode(const void *q, i64 q_token, i64 q_head, KEYS_ARGS(), KEYS_ARGS(smal
     }
 }
 
-// Merge a decode row's shares, each known by its result and the log2 of its sum of exponentials; one head per block.
+// Merge a decode row's shares, each known by its result and the log2 of its sum of exponentials; one head per
+// block.
 extern "C" __global__ void __launch_bounds__(THREADS)
-merge_splits(const float *partial, const float *partial_top, int splits, const int *query_start_loc, const float *sinks,
-             void *out, i64 out_token, i64 out_head) {
+merge_splits(const float *partial, const float *partial_top, int splits, const int *query_start_loc,
+             const float *sinks, void *out, i64 out_token, i64 out_head) {
     int row = blockIdx.x, head = blockIdx.y, token = query_start_loc[row];
     if (query_start_loc[row + 1] - token != 1) return;
     i64 at = ((i64)row * gridDim.y + head) * splits;
@@ -298,9 +302,10 @@ merge_splits(const float *partial, const float *partial_top, int splits, const i
 
 // ---- prefill ----
 //
-// A block has TILE_ROWS rows, each a query token with one of HEAD_TILE heads of a KV head, and goes over the keys that any of them sees, TILE_KEYS
-// at a time, through shared memory. Eight neighbouring threads share ROW_TILE rows: thread x of them has the keys x, x + 8, ... of the
-// scores, and the columns 4x to 4x + 3, 4x + 32, ... of the output.
+// A block has TILE_ROWS rows, each a query token with one of HEAD_TILE heads of a KV head, and goes over the keys
+// that any of them sees, TILE_KEYS at a time, through shared memory. Eight neighbouring threads share ROW_TILE
+// rows: thread x of them has the keys x, x + 8, ... of the scores, and the columns 4x to 4x + 3, 4x + 32, ... of
+// the output.
 
 #define TILE_KEYS 32
 
@@ -314,7 +319,8 @@ constexpr int QUADS = COLUMNS / 32;  // of columns per thread and V tile
 // Columns from..from + COLUMNS of the keys of a tile, as floats; zeros where a key is not seen or a row has ended.
 template <int DIM>
 __device__ inline void load_tile(float (*tile)[COLUMNS + 4], const Rows &rows, const Rows &small, const Rows &scales,
-                                 const Rows &small_scales, const int *table, int base, int first, int end, int kv_head, int from) {
+                                 const Rows &small_scales, const int *table, int base, int first, int end,
+                                 int kv_head, int from) {
     constexpr int ROW_PIECES = COLUMNS / PIECE;
     for (int item = threadIdx.x; item < TILE_KEYS * ROW_PIECES; item += THREADS) {
         int j = item / ROW_PIECES, p = item % ROW_PIECES, position = base + j;
@@ -329,7 +335,8 @@ __device__ inline void load_tile(float (*tile)[COLUMNS + 4], const Rows &rows, c
 
 // Three blocks per processor is what shared memory allows at its fullest: registers up to that, rather than spills.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
-paged_prefill(const void *q, i64 q_token, i64 q_head, KEYS_ARGS(), KEYS_ARGS(small_), const int *block_table, i64 table_row,
+paged_prefill(const void *q, i64 q_token, i64 q_head, KEYS_ARGS(), KEYS_ARGS(small_), const int *block_table,
+              i64 table_row,
               const int *seq_lens, const int *query_start_loc, float scale, int window, int chunk, float soft_cap,
               const float *sinks, void *out, i64 out_token, i64 out_head, int rows) {
     // Row i of the batch begins at tile query_start_loc[i] / TILE_TOKENS + i, which leaves it tiles enough.

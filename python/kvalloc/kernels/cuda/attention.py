@@ -1,13 +1,24 @@
 """Attention over pages in CUDA C: options, grids and argument checks of ``attention.cu``."""
 
 import math
-from typing import Any
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels.cuda import check
-from kvalloc.kernels.cuda.backend import Array, Backend, aligned, default_backend, pointer, rows, strides
+from kvalloc.kernels.cuda.backend import (
+    Array,
+    Backend,
+    Layout,
+    aligned,
+    default_backend,
+    filled,
+    look,
+    rows,
+    strides,
+)
 
 __all__ = ["attention_options", "paged_attention"]
 
@@ -140,7 +151,7 @@ def paged_attention(
     small : tuple, optional
         ``(k, v, k_scale, v_scale)`` of the compressed class, with the same page tokens and dimensions.
     max_query_len : int, optional
-        The most query tokens of a row. 1 saves a launch.
+        The most query tokens of a row, if known. 1 saves a launch: rows with more are then left at zero.
     out : array [tokens, heads, v_dim], optional
         Where to write, in q's dtype; made if not given. Rows of tokens beyond the last row are left as they
         are.
@@ -157,6 +168,93 @@ def paged_attention(
         If shapes, dtypes or strides don't fit. Nothing was launched.
     """
     backend = backend or default_backend()
+    arrays = (
+        q,
+        k,
+        v,
+        k_scale,
+        v_scale,
+        *(small or _NO_SMALL),
+        block_table,
+        seq_lens,
+        query_start_loc,
+        sinks,
+        out,
+    )
+    layouts, addresses = look(backend, *arrays)
+    plan = _plan(backend.processors, *layouts, scale, window, chunk, soft_cap, v_dim)
+    small_frames = 0 if small is None else small[0].shape[0]
+    check.batch(
+        backend,
+        q.shape[0],
+        block_table,
+        seq_lens,
+        query_start_loc,
+        k.shape[1],
+        k.shape[0],
+        small_frames,
+    )
+    if out is None:
+        out = backend.zeros(plan.out_shape, q.dtype)
+        addresses[-1] = np.uint64(backend.address(out))
+    if not plan.options:
+        return out
+    args = filled(plan.args, addresses)
+    rows_start, sink = addresses[-3:-1]
+    count, tiles, splits = plan.grid
+    shares = [np.uint64(0), np.uint64(0)]
+    if splits > 1:
+        partial = backend.empty((count, q.shape[1], splits, plan.out_shape[2]), np.float32)
+        tops = backend.empty((count, q.shape[1], splits), np.float32)
+        shares = [np.uint64(backend.address(x)) for x in (partial, tops)]
+    decode = backend.kernel("attention.cu", "paged_decode", plan.options, THREADS)
+    decode(plan.grid, [*args, *shares, np.int32(splits)])
+    if splits > 1:
+        merge = backend.kernel("attention.cu", "merge_splits", plan.options, THREADS)
+        merge((count, q.shape[1], 1), [*shares, np.int32(splits), rows_start, sink, *args[-3:]])
+    if max_query_len is None or max_query_len > 1:
+        prefill = backend.kernel("attention.cu", "paged_prefill", plan.options, THREADS)
+        prefill((q.shape[0] // plan.tile_tokens + count, tiles, 1), [*args, np.int32(count)])
+    return out
+
+
+_NO_SMALL = (None, None, None, None)
+
+
+class _Plan(NamedTuple):
+    """What a call launches, its addresses apart; no options: nothing."""
+
+    options: tuple[str, ...]
+    args: tuple[np.generic | None, ...]
+    grid: tuple[int, int, int]
+    tile_tokens: int
+    out_shape: tuple[int, int, int]
+
+
+@lru_cache(maxsize=1024)  # a model calls it once for each layer, with the same layouts
+def _plan(
+    processors: int,
+    q: Layout,
+    k: Layout,
+    v: Layout | None,
+    k_scale: Layout | None,
+    v_scale: Layout | None,
+    small_k: Layout | None,
+    small_v: Layout | None,
+    small_k_scale: Layout | None,
+    small_v_scale: Layout | None,
+    block_table: Layout,
+    seq_lens: Layout,
+    query_start_loc: Layout,
+    sinks: Layout | None,
+    out: Layout | None,
+    scale: float | None,
+    window: int | None,
+    chunk: int | None,
+    soft_cap: float | None,
+    v_dim: int | None,
+) -> _Plan:
+    """Check the arguments of `paged_attention` and work out what to launch."""
     check.shape("q", q, None, None, None)
     q_kind, kv_kind = check.kind_of("q", q, QUERY_KINDS), check.keys("", k, v, k_scale, v_scale)
     tokens, heads, k_dim = q.shape
@@ -176,13 +274,13 @@ def paged_attention(
     if not kv_heads or heads % kv_heads:
         raise InvalidArgument(f"{heads} query heads can't be shared out over {kv_heads} KV heads")
     small_kind = -1
-    if small is not None:
-        small_kind = check.keys("small ", *small)
-        check.shape("small k", small[0], None, page_tokens, kv_heads, k_dim)
-        if (small[1] is None) != (v is None):
+    if small_k is not None:
+        small_kind = check.keys("small ", small_k, small_v, small_k_scale, small_v_scale)
+        check.shape("small k", small_k, None, page_tokens, kv_heads, k_dim)
+        if (small_v is None) != (v is None):
             raise InvalidArgument("both classes of pages have V, or neither has")
-        if small[1] is not None:
-            check.shape("small v", small[1], None, page_tokens, kv_heads, v_dim)
+        if small_v is not None:
+            check.shape("small v", small_v, None, page_tokens, kv_heads, v_dim)
     check.shape("block_table", block_table, None, None)
     count = int(block_table.shape[0])
     check.shape("seq_lens", seq_lens, count)
@@ -198,21 +296,21 @@ def paged_attention(
         check.kind_of("sinks", sinks, ("float32",))
     if soft_cap is not None and not soft_cap > 0:
         raise InvalidArgument(f"soft_cap is {soft_cap}; it must be positive, or None")
-    if out is None:
-        out = backend.zeros((tokens, heads, v_dim), q.dtype)
-    check.shape("out", out, tokens, heads, v_dim)
-    if check.kind_of("out", out, QUERY_KINDS) != q_kind:
-        raise InvalidArgument(f"out is {out.dtype} and q is {q.dtype}: they must be the same")
-    small_frames = 0 if small is None else int(small[0].shape[0])
-    check.batch(
-        backend, tokens, block_table, seq_lens, query_start_loc, page_tokens, int(k.shape[0]), small_frames
+    if out is not None:
+        check.shape("out", out, tokens, heads, v_dim)
+        if check.kind_of("out", out, QUERY_KINDS) != q_kind:
+            raise InvalidArgument(f"out is {out.dtype} and q is {q.dtype}: they must be the same")
+    numbers = (
+        np.float32(k_dim**-0.5 if scale is None else scale),
+        np.int32(_count("window", window)),
+        np.int32(_count("chunk", chunk)),
+        np.float32(soft_cap or 0.0),
     )
+    out_shape = (tokens, heads, v_dim)
     if not tokens or not count:
-        return out
+        return _Plan((), (), (0, 0, 0), 1, out_shape)
 
     group = heads // kv_heads
-    keys = (k, v, k_scale, v_scale)
-    small_keys = small or (None, None, None, None)
     options = attention_options(
         q=q_kind,
         kv=kv_kind,
@@ -222,44 +320,24 @@ def paged_attention(
         shared=v is None,
         page_tokens=page_tokens,
         group=group,
-        vector=aligned(backend, k, v, *small_keys[:2]),
+        vector=aligned(k, v, small_k, small_v),
     )
-    span = min([n for n in (window, chunk) if n] + [int(block_table.shape[1]) * page_tokens])
-    tiles = kv_heads * math.ceil(group / head_tile(k_dim, v_dim, group))
-    splits = _splits(backend.processors, count * tiles, span)
-    sink = pointer(backend, sinks)
-    common: tuple[Any, ...] = (
-        pointer(backend, q),
-        *strides(q, 2),
-        *rows(backend, *keys),
-        *rows(backend, *small_keys),
-        pointer(backend, block_table),
-        *strides(block_table, 1),
-        pointer(backend, seq_lens),
-        pointer(backend, query_start_loc),
-        np.float32(k_dim**-0.5 if scale is None else scale),
-        np.int32(_count("window", window)),
-        np.int32(_count("chunk", chunk)),
-        np.float32(soft_cap or 0.0),
-        sink,
+    heads_at_once = head_tile(k_dim, v_dim, group)
+    tiles = kv_heads * math.ceil(group / heads_at_once)
+    span = min([n for n in (window, chunk) if n] + [block_table.shape[1] * page_tokens])
+    out_strides = (np.int64(heads * v_dim), np.int64(v_dim)) if out is None else strides(out, 2)
+    args = (
+        *(None, *strides(q, 2)),
+        *rows(k, v, k_scale, v_scale),
+        *rows(small_k, small_v, small_k_scale, small_v_scale),
+        *(None, *strides(block_table, 1)),
+        *(None, None),  # lengths, first tokens
+        *numbers,
+        None,  # sinks
+        *(None, *out_strides),
     )
-    target = (pointer(backend, out), *strides(out, 2))
-
-    partial = backend.empty((count, heads, splits, v_dim), np.float32) if splits > 1 else None
-    tops = backend.empty((count, heads, splits), np.float32) if splits > 1 else None
-    shares = (pointer(backend, partial), pointer(backend, tops))
-    decode = backend.kernel("attention.cu", "paged_decode", options, THREADS)
-    decode((count, tiles, splits), (*common, *target, *shares, np.int32(splits)))
-    if splits > 1:
-        merge = backend.kernel("attention.cu", "merge_splits", options, THREADS)
-        merge(
-            (count, heads, 1), (*shares, np.int32(splits), pointer(backend, query_start_loc), sink, *target)
-        )
-    if max_query_len is None or max_query_len > 1:
-        tile_tokens = THREADS // 8 * row_tile(k_dim, v_dim) // head_tile(k_dim, v_dim, group)
-        prefill = backend.kernel("attention.cu", "paged_prefill", options, THREADS)
-        prefill((tokens // tile_tokens + count, tiles, 1), (*common, *target, np.int32(count)))
-    return out
+    grid = (count, tiles, _splits(processors, count * tiles, span))
+    return _Plan(options, args, grid, THREADS // 8 * row_tile(k_dim, v_dim) // heads_at_once, out_shape)
 
 
 def _splits(processors: int, blocks: int, span: int) -> int:

@@ -1,10 +1,11 @@
 """What runs the CUDA C sources: cupy, compiling them through NVRTC; in tests, a C++ compiler and a shim."""
 
 import importlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -14,9 +15,11 @@ __all__ = [
     "Array",
     "Backend",
     "CupyBackend",
+    "Layout",
     "aligned",
     "default_backend",
-    "pointer",
+    "filled",
+    "look",
     "rows",
     "source",
     "strides",
@@ -88,7 +91,7 @@ class CupyBackend:
 
     def kernel(self, file: str, name: str, options: tuple[str, ...], threads: int) -> Launch:
         """Compile a source file for the device, once; cupy keeps the binary on disk as well."""
-        function = _cupy_module(file, options).get_function(name)
+        function = _cupy_kernel(file, name, options)
 
         def launch(grid: tuple[int, int, int], args: Sequence[np.generic]) -> None:
             function(grid, (threads,), tuple(args))
@@ -99,6 +102,11 @@ class CupyBackend:
 @cache
 def _cupy_module(file: str, options: tuple[str, ...]) -> Any:
     return importlib.import_module("cupy").RawModule(code=source(file), options=("--std=c++17", *options))
+
+
+@cache
+def _cupy_kernel(file: str, name: str, options: tuple[str, ...]) -> Any:
+    return _cupy_module(file, options).get_function(name)
 
 
 @cache
@@ -118,29 +126,59 @@ def default_backend() -> Backend:
     return _cupy_backend(int(cupy.cuda.runtime.getDevice()))
 
 
-def pointer(backend: Backend, array: Array | None) -> np.uint64:
-    """Return an array's address as a kernel's argument; that of None is null."""
-    return np.uint64(0 if array is None else backend.address(array))
+class Layout(NamedTuple):
+    """What checks and launches depend on of an array: all but where it lies. Plans are kept by it."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+    phase: int  # its address modulo 16
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
 
-def strides(array: Array | None, axes: int) -> tuple[np.int64, ...]:
+def look(backend: Backend, *arrays: Array | None) -> tuple[list[Layout | None], list[np.uint64]]:
+    """Return the layouts and the addresses of arrays; of None, None and null."""
+    layouts: list[Layout | None] = []
+    addresses = []
+    for array in arrays:
+        if array is None:
+            layouts.append(None)
+            addresses.append(np.uint64(0))
+            continue
+        address = backend.address(array)
+        layouts.append(Layout(array.shape, array.strides, array.dtype, address % 16))
+        addresses.append(np.uint64(address))
+    return layouts, addresses
+
+
+def strides(array: Layout | None, axes: int) -> tuple[np.int64, ...]:
     """Return the strides of an array's first axes in elements, as a kernel's arguments."""
     if array is None:
         return (np.int64(0),) * axes
     return tuple(np.int64(s // array.dtype.itemsize) for s in array.strides[:axes])
 
 
-def rows(backend: Backend, *arrays: Array | None) -> tuple[np.generic, ...]:
-    """Return arrays [frames, page_tokens, kv_heads, ...] as the kernels' ROWS_ARGS."""
-    return tuple(x for array in arrays for x in (pointer(backend, array), *strides(array, 3)))
+def rows(*arrays: Layout | None) -> tuple[np.generic | None, ...]:
+    """Return arrays [frames, page_tokens, kv_heads, ...] as the kernels' ROWS_ARGS; None for the address."""
+    return tuple(x for array in arrays for x in (None, *strides(array, 3)))
 
 
-def aligned(backend: Backend, *arrays: Array | None) -> int:
+def filled(template: Sequence[np.generic | None], addresses: Iterable[np.uint64]) -> list[np.generic]:
+    """Return a kernel's arguments with the addresses in the places that are None, in order."""
+    following = iter(addresses)
+    return [next(following) if x is None else x for x in template]
+
+
+def aligned(*arrays: Layout | None) -> int:
     """Return 1 if pieces of eight values can be loaded as vectors from all of the arrays, else 0."""
     for array in arrays:
         if array is None:
             continue
         unit = min(16, 8 * array.dtype.itemsize)
-        if array.shape[-1] % 8 or backend.address(array) % unit or any(s % unit for s in array.strides[:-1]):
+        if array.shape[-1] % 8 or array.phase % unit or any(s % unit for s in array.strides[:-1]):
             return 0
     return 1

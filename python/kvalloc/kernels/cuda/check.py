@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvalloc.errors import InvalidArgument
-from kvalloc.kernels.cuda.backend import Array, Backend
+from kvalloc.kernels.cuda.backend import Array, Backend, Layout
 
 __all__ = ["KINDS", "batch", "debug", "integers", "keys", "kind_of", "numbers", "shape"]
 
@@ -33,14 +33,14 @@ def debug() -> bool:
     return os.environ.get("KVALLOC_DEBUG_KERNELS", "0").lower() in ("1", "true", "on")
 
 
-def _adjacent(name: str, array: Array) -> None:
+def _adjacent(name: str, array: Layout) -> None:
     if array.size and array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize:
         raise InvalidArgument(
             f"{name}: the last axis must be adjacent; the strides are {array.strides} bytes"
         )
 
 
-def kind_of(name: str, array: Array, allowed: Sequence[str] = tuple(KINDS)) -> int:
+def kind_of(name: str, array: Layout, allowed: Sequence[str] = tuple(KINDS)) -> int:
     """Return the number of an array's format.
 
     Raises
@@ -55,7 +55,7 @@ def kind_of(name: str, array: Array, allowed: Sequence[str] = tuple(KINDS)) -> i
     return KINDS[dtype]
 
 
-def shape(name: str, array: Array, *wanted: int | None) -> None:
+def shape(name: str, array: Layout, *wanted: int | None) -> None:
     """Refuse an array of another shape; None stands for any length.
 
     Raises
@@ -69,7 +69,7 @@ def shape(name: str, array: Array, *wanted: int | None) -> None:
         raise InvalidArgument(f"{name} has shape {given}; needed: ({needed})")
 
 
-def keys(name: str, k: Array, v: Array | None, k_scale: Array | None, v_scale: Array | None) -> int:
+def keys(name: str, k: Layout, v: Layout | None, k_scale: Layout | None, v_scale: Layout | None) -> int:
     """Check one layer's arrays of a page class and return its kind.
 
     Raises
@@ -93,7 +93,7 @@ def keys(name: str, k: Array, v: Array | None, k_scale: Array | None, v_scale: A
     return kind
 
 
-def integers(name: str, array: Array, *dtypes: str, adjacent: bool = True) -> None:
+def integers(name: str, array: Layout, *dtypes: str, adjacent: bool = True) -> None:
     """Refuse an array of integers of another dtype, or of elements apart where they must be neighbours.
 
     Raises

@@ -1,11 +1,12 @@
 // Number formats, and how eight values at a time go between memory and registers.
 //
-// Read in front of every .cu file of this folder. It includes nothing, so that NVRTC needs no header, and a C++ compiler
-// takes the same text once a shim has said what a thread is: that is how the numerics are tested without a GPU.
+// Read in front of every .cu file of this folder. It includes nothing, so that NVRTC needs no header, and a C++
+// compiler takes the same text once a shim has said what a thread is: that is how the numerics are tested without a
+// GPU.
 //
-// Work on a row of values (a head of K or V of one token) is done by a group of LANES neighbouring threads of a warp. A row
-// is cut into pieces of eight values; lane i has the pieces i, i + LANES, ... Pieces are loaded as vectors (16 bytes, 8 for
-// one-byte kinds) where VECTOR says that rows are aligned for it, else value by value.
+// Work on a row of values (a head of K or V of one token) is done by a group of LANES neighbouring threads of a
+// warp. A row is cut into pieces of eight values; lane i has the pieces i, i + LANES, ... Pieces are loaded as
+// vectors (16 bytes, 8 for one-byte kinds) where VECTOR says that rows are aligned for it, else value by value.
 
 typedef long long i64;
 typedef unsigned int u32;

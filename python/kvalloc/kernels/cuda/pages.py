@@ -1,12 +1,24 @@
 """Pages in CUDA C: options, grids and argument checks of ``write.cu`` and ``copy.cu``."""
 
 import math
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels.cuda import check
-from kvalloc.kernels.cuda.backend import Array, Backend, aligned, default_backend, pointer, rows, strides
+from kvalloc.kernels.cuda.backend import (
+    Array,
+    Backend,
+    Layout,
+    aligned,
+    default_backend,
+    filled,
+    look,
+    rows,
+    strides,
+)
 
 __all__ = ["copy_pages", "dequantise_pages", "gather_pages", "quantise_pages", "scatter_pages", "write_kv"]
 
@@ -69,6 +81,40 @@ def write_kv(
         If shapes, dtypes or strides don't fit. Nothing was launched.
     """
     backend = backend or default_backend()
+    layouts, addresses = look(backend, k_new, v_new, k, v, k_scale, v_scale, slot_mapping)
+    plan = _plan_write(*layouts)
+    check.numbers(backend, "slot_mapping", slot_mapping, int(k.shape[0] * k.shape[1]))
+    plan.launch(backend, addresses)
+
+
+class _Plan(NamedTuple):
+    """What a call launches, its addresses apart."""
+
+    file: str
+    kernel: str
+    threads: int
+    options: tuple[str, ...]
+    grid: tuple[int, int, int]
+    args: tuple[np.generic | None, ...]
+
+    def launch(self, backend: Backend, addresses: list[np.uint64]) -> None:
+        """Launch it, unless there is nothing to do."""
+        if all(self.grid):
+            kernel = backend.kernel(self.file, self.kernel, self.options, self.threads)
+            kernel(self.grid, filled(self.args, addresses))
+
+
+@lru_cache(maxsize=1024)  # a model calls it once for each layer, with the same layouts
+def _plan_write(
+    k_new: Layout,
+    v_new: Layout | None,
+    k: Layout,
+    v: Layout | None,
+    k_scale: Layout | None,
+    v_scale: Layout | None,
+    slot_mapping: Layout,
+) -> _Plan:
+    """Check the arguments of `write_kv` and work out what to launch."""
     target = check.keys("", k, v, k_scale, v_scale)
     _, page_tokens, heads, k_dim = k.shape
     v_dim = k_dim if v is None else v.shape[3]
@@ -76,77 +122,86 @@ def write_kv(
         raise InvalidArgument("v and v_new are given together, or neither is")
     check.shape("k_new", k_new, None, heads, k_dim)
     source = check.kind_of("k_new", k_new, ("float32", "float16", "bfloat16", "uint16"))
-    tokens = int(k_new.shape[0])
+    tokens = k_new.shape[0]
     if v_new is not None:
         check.shape("v_new", v_new, tokens, heads, v_dim)
         if check.kind_of("v_new", v_new) != source:
             raise InvalidArgument(f"k_new is {k_new.dtype} and v_new is {v_new.dtype}: they must be the same")
     check.shape("slot_mapping", slot_mapping, tokens)
     check.integers("slot_mapping", slot_mapping, "int64")
-    check.numbers(backend, "slot_mapping", slot_mapping, int(k.shape[0]) * page_tokens)
-    if not tokens:
-        return
     options = write_options(
         source=source,
         target=target,
         k_dim=k_dim,
         v_dim=v_dim,
         page_tokens=page_tokens,
-        vector=aligned(backend, k_new, v_new, k, v),
+        vector=aligned(k_new, v_new, k, v),
         index="i64",
     )
     args = (
-        pointer(backend, k_new),
-        *strides(k_new, 2),
-        pointer(backend, v_new),
-        *strides(v_new, 2),
-        *rows(backend, k, v, k_scale, v_scale),
-        pointer(backend, slot_mapping),
+        *(None, *strides(k_new, 2)),
+        *(None, *strides(v_new, 2)),
+        *rows(k, v, k_scale, v_scale),
+        None,  # slot mapping
         np.int64(tokens),
         np.int32(heads),
     )
     grid = (_row_blocks(tokens * heads, k_dim, v_dim), 1 if v is None else 2, 1)
-    backend.kernel("write.cu", "write_kv", options, WRITE_THREADS)(grid, args)
+    return _Plan("write.cu", "write_kv", WRITE_THREADS, options, grid, args)
 
 
 def _convert(old: Keys, src: Array, new: Keys, dst: Array, backend: Backend | None) -> None:
     backend = backend or default_backend()
-    source, target = check.keys("source ", *old), check.keys("target ", *new)
-    k, v = old[:2]
+    layouts, addresses = look(backend, *old, src, *new, dst)
+    plan = _plan_convert(*layouts)
+    check.numbers(backend, "src", src, int(old[0].shape[0]))
+    check.numbers(backend, "dst", dst, int(new[0].shape[0]))
+    plan.launch(backend, addresses)
+
+
+@lru_cache(maxsize=1024)  # once for each layer, as the writes
+def _plan_convert(
+    k: Layout,
+    v: Layout | None,
+    k_scale: Layout | None,
+    v_scale: Layout | None,
+    src: Layout,
+    new_k: Layout,
+    new_v: Layout | None,
+    new_k_scale: Layout | None,
+    new_v_scale: Layout | None,
+    dst: Layout,
+) -> _Plan:
+    """Check the arguments of a conversion and work out what to launch."""
+    source = check.keys("source ", k, v, k_scale, v_scale)
+    target = check.keys("target ", new_k, new_v, new_k_scale, new_v_scale)
     _, page_tokens, heads, k_dim = k.shape
-    check.shape("target k", new[0], None, page_tokens, heads, k_dim)
-    if (v is None) != (new[1] is None):
+    check.shape("target k", new_k, None, page_tokens, heads, k_dim)
+    if (v is None) != (new_v is None):
         raise InvalidArgument("both classes of pages have V, or neither has")
     v_dim = k_dim if v is None else v.shape[3]
-    if new[1] is not None:
-        check.shape("target v", new[1], None, page_tokens, heads, v_dim)
-    index = _index_type(src, dst)
-    check.numbers(backend, "src", src, int(k.shape[0]))
-    check.numbers(backend, "dst", dst, int(new[0].shape[0]))
-    pages = int(src.shape[0])
-    if not pages:
-        return
+    if new_v is not None:
+        check.shape("target v", new_v, None, page_tokens, heads, v_dim)
+    index, pages = _index_type(src, dst), src.shape[0]
     options = write_options(
         source=source,
         target=target,
         k_dim=k_dim,
         v_dim=v_dim,
         page_tokens=page_tokens,
-        vector=aligned(backend, *old[:2], *new[:2]),
+        vector=aligned(k, v, new_k, new_v),
         index=index,
     )
     args = (
-        *rows(backend, *old),
-        pointer(backend, src),
-        *strides(src, 1),
-        *rows(backend, *new),
-        pointer(backend, dst),
-        *strides(dst, 1),
+        *rows(k, v, k_scale, v_scale),
+        *(None, *strides(src, 1)),
+        *rows(new_k, new_v, new_k_scale, new_v_scale),
+        *(None, *strides(dst, 1)),
         np.int64(pages),
         np.int32(heads),
     )
     grid = (_row_blocks(pages * page_tokens * heads, k_dim, v_dim), 1 if v is None else 2, 1)
-    backend.kernel("write.cu", "convert_pages", options, WRITE_THREADS)(grid, args)
+    return _Plan("write.cu", "convert_pages", WRITE_THREADS, options, grid, args)
 
 
 def quantise_pages(
@@ -181,7 +236,7 @@ def dequantise_pages(
     _convert(small, src, (k, v, None, None), dst, backend)
 
 
-def _index_type(*lists: Array | None) -> str:
+def _index_type(*lists: Layout | None) -> str:
     """Check lists of frames and return the kernels' name of their type."""
     given = [x for x in lists if x is not None]
     for x in given:
@@ -202,34 +257,36 @@ def _move(
     source: Array, src: Array | None, target: Array, dst: Array | None, backend: Backend | None
 ) -> None:
     backend = backend or default_backend()
-    for name, array in (("source", source), ("target", target)):
-        check.shape(f"the {name} of a copy", array, None, source.shape[1])
-        check.kind_of(f"the {name} of a copy", array, ("uint8",))
-    index = _index_type(src, dst)
+    layouts, addresses = look(backend, source, src, target, dst)
+    plan = _plan_move(*layouts)
     for name, frames, array in (("src", src, source), ("dst", dst, target)):
         if frames is not None:
             check.numbers(backend, name, frames, int(array.shape[0]))
-    pages = int((dst if src is None else src).shape[0])  # type: ignore[union-attr]
-    page_bytes = int(source.shape[1])
-    if not pages or not page_bytes:
-        return
-    ends = [page_bytes, *(x for a in (source, target) for x in (backend.address(a), a.strides[0]))]
+    plan.launch(backend, addresses)
+
+
+@lru_cache(maxsize=1024)
+def _plan_move(source: Layout, src: Layout | None, target: Layout, dst: Layout | None) -> _Plan:
+    """Check the arguments of a copy and work out what to launch."""
+    for name, array in (("source", source), ("target", target)):
+        check.shape(f"the {name} of a copy", array, None, source.shape[1])
+        check.kind_of(f"the {name} of a copy", array, ("uint8",))
+    index, page_bytes = _index_type(src, dst), source.shape[1]
+    pages = next(x.shape[0] for x in (src, dst) if x is not None)
+    ends = [page_bytes, *(x for a in (source, target) for x in (a.phase, a.strides[0]))]
     unit, size = ("uint4", 16) if all(x % 16 == 0 for x in ends) else ("u8", 1)
     slices = math.ceil(page_bytes / (COPY_THREADS * COPY_UNITS * size))
-    args: tuple[np.generic, ...] = (
-        pointer(backend, source),
-        *strides(source, 1),
-        pointer(backend, src),
-        *strides(src, 1),
-        pointer(backend, target),
-        *strides(target, 1),
-        pointer(backend, dst),
-        *strides(dst, 1),
+    args = (
+        *(None, *strides(source, 1)),
+        *(None, *strides(src, 1)),
+        *(None, *strides(target, 1)),
+        *(None, *strides(dst, 1)),
         np.int64(page_bytes),
         np.int32(slices),
     )
-    launch = backend.kernel("copy.cu", "move_pages", copy_options(index, unit), COPY_THREADS)
-    launch((pages * slices, 1, 1), args)
+    return _Plan(
+        "copy.cu", "move_pages", COPY_THREADS, copy_options(index, unit), (pages * slices, 1, 1), args
+    )
 
 
 def copy_pages(pages: Array, src: Array, dst: Array, *, backend: Backend | None = None) -> None:

@@ -2,15 +2,16 @@
 //
 // Options: SOURCE and TARGET (kinds), K_DIM, V_DIM, PAGE_TOKENS, VECTOR (all rows aligned, both sides).
 //
-// int8 rows have a float16 scale each: the row's largest magnitude / 127. A NaN in the row makes the scale NaN, so that it
-// shows in what is read later. Other kinds have no scales.
+// int8 rows have a float16 scale each: the row's largest magnitude / 127. A NaN in the row makes the scale NaN, so
+// that it shows in what is read later. Other kinds have no scales.
 
 #define WRITE_THREADS 128
 
 constexpr int LANES = lanes_for(K_DIM > V_DIM ? K_DIM : V_DIM);
 constexpr int GROUPS = WRITE_THREADS / LANES;
 
-// Convert one row by a group of lanes; `live` is false for a group that has no row but must take part in the shuffles.
+// Convert one row by a group of lanes; `live` is false for a group that has no row but must take part in the
+// shuffles.
 template <int DIM>
 __device__ inline void convert_row(const void *source, i64 at, const u16 *scale, i64 scale_at, void *target, i64 to,
                                    u16 *new_scale, i64 new_scale_at, int lane, bool live) {
@@ -41,7 +42,8 @@ __device__ inline void convert_row(const void *source, i64 at, const u16 *scale,
         if constexpr (TARGET == I8) {
             most = max_over_lanes<LANES>(most);
             bad = sum_over_lanes<LANES>(bad);
-            // Rounded first, so that the quotients fit the scale that is read back; a scale that vanishes makes the row zero.
+            // Rounded first, so that the quotients fit the scale that is read back; a scale that vanishes makes the
+            // row zero.
             u32 rounded = bad > 0.0f ? 0x7e00u : float_to_half(fminf(most / 127.0f, 65504.0f));
             float s = half_to_float(rounded), inverse = s > 0.0f ? 1.0f / s : 0.0f;
             if (live && lane == 0) new_scale[new_scale_at] = (u16)rounded;
@@ -63,7 +65,8 @@ __device__ inline void convert_row(const void *source, i64 at, const u16 *scale,
 // New rows of all tokens into the slots (frame x PAGE_TOKENS + offset) of the mapping; -1 skips a token.
 // Block row 0 writes K, block row 1 (if any) V.
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS)
-write_kv(const void *new_k, i64 new_k_token, i64 new_k_head, const void *new_v, i64 new_v_token, i64 new_v_head, ROWS_ARGS(k),
+write_kv(const void *new_k, i64 new_k_token, i64 new_k_head, const void *new_v, i64 new_v_token, i64 new_v_head,
+         ROWS_ARGS(k),
          ROWS_ARGS(v), ROWS_ARGS(k_scale), ROWS_ARGS(v_scale), const i64 *slot_mapping, i64 tokens, int heads) {
     int lane = threadIdx.x % LANES;
     i64 item = (i64)blockIdx.x * GROUPS + threadIdx.x / LANES, token = item / heads;
@@ -86,8 +89,8 @@ write_kv(const void *new_k, i64 new_k_token, i64 new_k_head, const void *new_v, 
 // All rows of page from[i] of one class into page to[i] of another, of one layer; a negative entry skips the page.
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS)
 convert_pages(ROWS_ARGS(k), ROWS_ARGS(v), ROWS_ARGS(k_scale), ROWS_ARGS(v_scale), const INDEX *from, i64 from_step,
-              ROWS_ARGS(new_k), ROWS_ARGS(new_v), ROWS_ARGS(new_k_scale), ROWS_ARGS(new_v_scale), const INDEX *to, i64 to_step,
-              i64 pages, int heads) {
+              ROWS_ARGS(new_k), ROWS_ARGS(new_v), ROWS_ARGS(new_k_scale), ROWS_ARGS(new_v_scale), const INDEX *to,
+              i64 to_step, i64 pages, int heads) {
     int lane = threadIdx.x % LANES;
     i64 item = (i64)blockIdx.x * GROUPS + threadIdx.x / LANES, page = item / ((i64)PAGE_TOKENS * heads);
     int token = (int)(item / heads % PAGE_TOKENS), head = (int)(item % heads);

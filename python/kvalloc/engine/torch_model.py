@@ -1,0 +1,256 @@
+"""A transformers model below the reference scheduler, its KV in the pages of a store.
+
+`TorchModel` is what `Engine` calls in place of the clock. A step's rows, some with a chunk of a prompt and
+some with one token, go through the model as one flat sequence ``[1, num_tokens]``. Everything but attention
+treats tokens alike; attention is handed to ``store.attend``, which knows from the batch where each row
+begins and which pages hold what came before. So there is no padding, no mask and no cache object.
+
+The hand-off is transformers' own: an attention function registered under a name, and a keyword argument of
+the forward pass that every layer passes on to it. Models that keep their attention to themselves are
+refused by name, before anything is committed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from kvalloc.errors import ClosedError, InvalidArgument, SpecError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from kvalloc import Batch, Step
+    from kvalloc.store import Store
+
+    from .request import Int32, Sampling
+    from .rows import Rows
+
+__all__ = ["TorchModel"]
+
+NAME = "kvalloc_engine"
+KEYWORD = "kvalloc_forward"
+
+
+class TorchModel:
+    """Runs the steps of `Engine` through a causal language model of transformers.
+
+    While it is open the model's attention is ours; `close` puts back what it was.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model in evaluation mode, on the store's device. Its spec is the pool's:
+        ``KVSpec.from_hf_config(model.config, ...)``.
+    store : Store
+        The tensor of the pool, such as `kvalloc.TorchStore`.
+
+    Raises
+    ------
+    SpecError
+        The pool was made for another model, or the model's attention can't be replaced: which layer, and why.
+
+    Examples
+    --------
+    ::
+
+        spec = kvalloc.KVSpec.from_hf_config(model.config, dtype="float32")
+        pool = kvalloc.Pool(spec, "256MiB")
+        acme = pool.tenant("acme")
+        with kvalloc.TorchStore(pool) as store, TorchModel(model, store) as runner:
+            engine = Engine(pool, runner, {"acme": acme}, clock=WallClock(), max_rows=8, token_budget=256,
+                            max_tokens=2048, stop=runner.eos)
+            for token in engine.stream(Request(0.0, "acme", Literal(ids), max_new=64)):
+                print(tokenizer.decode(token), end="")
+    """
+
+    def __init__(self, model: Any, store: Store) -> None:
+        config = model.config.get_text_config()
+        layers, places = config.num_hidden_layers, store.spec.layer_map
+        if len(places) != layers:
+            raise SpecError(f"the pool's spec has {len(places)} layers, {_name(model)} has {layers}")
+        for layer, place in enumerate(places):
+            kind = "state" if place is None else store.spec.groups[place[0]].kind
+            if kind in ("state", "latent"):
+                raise SpecError(
+                    f"layer {layer} of {_name(model)} keeps a {kind}, not a key and a value for each head: "
+                    "this runner can't split that from the model"
+                )
+        AttentionInterface.register(NAME, _attention)
+        self.model, self.store, self.closed = model, store, False
+        self._before = model.config._attn_implementation
+        model.set_attn_implementation(NAME)
+        if config._attn_implementation != NAME:
+            raise SpecError(f"{_name(model)} does not let its attention be replaced (AttentionInterface)")
+
+    def __repr__(self) -> str:
+        return f"<TorchModel {_name(self.model)} on {self.store!r}{', closed' if self.closed else ''}>"
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """The tokens that end a reply, as the model's generation config names them."""
+        eos = self.model.generation_config.eos_token_id
+        return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+    def step(self, batch: Batch, step: Step, rows: Rows) -> Int32:
+        """Run one step and return what each row sampled.
+
+        Returns
+        -------
+        ndarray of int32, shape (rows,)
+            -1 for a row whose prompt is not in yet, and for one that had no room.
+
+        Raises
+        ------
+        SpecError
+            A layer did not hand its attention over. The step is not committed.
+        ClosedError
+            After `close`.
+        """
+        if self.closed:
+            raise ClosedError("the model's runner is closed")
+        n, counts = len(rows), step.counts
+        ends = np.asarray(batch.query_start_loc)[1 : n + 1]
+        ids = np.empty(step.num_tokens, dtype=np.int64)
+        samples = counts > 0
+        ids[ends[samples] - 1] = rows.last[:n][samples]
+        for run in rows.prefilling:
+            row, count = run.row, int(counts[run.row])
+            if count:
+                known = int(rows.lens[row])  # after this step
+                ids[ends[row] - count : ends[row]] = run.sequence.tokens[known - count : known]
+                samples[row] = count == run.todo
+        which = samples.nonzero()[0]
+        logits = self._forward(batch, step, ids, ends[which] - 1)
+        sampled = np.full(n, -1, dtype=np.int32)
+        how = [rows.running[row].request.sampling for row in which.tolist()]
+        sampled[which] = choose(logits, how, rows.lens[which])
+        return sampled
+
+    def _forward(self, batch: Batch, step: Step, ids: Any, last: Any) -> Any:
+        """Run the model on a step's tokens; return logits ``[len(last), vocabulary]`` of those places."""
+        device, forward = self.store.device, _Forward(self.store, batch)
+        with torch.inference_mode():
+            self.store.copy(step.copies)
+            positions = np.asarray(batch.positions)[: step.num_tokens].astype(np.int64)
+            logits = self.model(
+                input_ids=torch.from_numpy(ids).to(device)[None],
+                position_ids=torch.from_numpy(positions).to(device)[None],
+                use_cache=False,
+                logits_to_keep=torch.from_numpy(last.astype(np.int64)).to(device),
+                **{KEYWORD: forward},
+            ).logits[0]
+        missing = sorted(set(range(len(self.store.spec.layer_map))) - forward.layers)
+        if missing:
+            raise SpecError(
+                f"layer {missing[0]} of {_name(self.model)} did not hand its attention over "
+                f"({KEYWORD} did not reach it): the model is not supported"
+            )
+        return logits
+
+    def close(self) -> None:
+        """Give the model its own attention back. The store stays open."""
+        if not self.closed:
+            self.closed = True
+            self.model.set_attn_implementation(self._before)
+
+    def __enter__(self) -> TorchModel:
+        """Return self."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+def choose(logits: Any, how: list[Sampling], places: Int32) -> Int32:
+    """Choose a token for each row.
+
+    Parameters
+    ----------
+    logits : Tensor of float, shape (rows, vocabulary)
+        Of each row's last token.
+    how : list of Sampling
+        Each row's.
+    places : ndarray of int32, shape (rows,)
+        Place of the new token in its sequence.
+
+    Returns
+    -------
+    ndarray of int32, shape (rows,)
+    """
+    tokens = logits.argmax(dim=-1)
+    drawn = [i for i, sampling in enumerate(how) if sampling.temperature > 0.0]
+    if drawn:
+        asked = [how[i] for i in drawn]
+
+        def column(values: list[float]) -> Any:
+            return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+        scaled = logits[drawn].double() / column([sampling.temperature for sampling in asked])
+        shares, order = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        below = shares.cumsum(dim=-1)
+        kept = below - shares < column([sampling.top_p for sampling in asked])  # the first one always
+        mass = (shares * kept).cumsum(dim=-1)
+        draws = column([sampling.draw(int(places[i])) for i, sampling in zip(drawn, asked, strict=True)])
+        # The first token whose mass exceeds the draw; rounding must not lead beyond those that are kept.
+        at = (mass <= draws * mass[:, -1:]).sum(dim=-1).minimum(kept.sum(dim=-1) - 1)
+        tokens[drawn] = order.gather(1, at[:, None])[:, 0]
+    chosen: Int32 = tokens.to(device="cpu", dtype=torch.int32).numpy()
+    return chosen
+
+
+class _Forward:
+    """One forward pass: what its attention needs, and which layers have asked for it."""
+
+    __slots__ = ("batch", "layers", "store")
+
+    def __init__(self, store: Store, batch: Batch) -> None:
+        self.store, self.batch = store, batch
+        self.layers: set[int] = set()
+
+
+def _attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Any = None,
+    **others: Any,
+) -> tuple[Any, None]:
+    """Attend, called by transformers: ``[1, heads, num_tokens, dim]`` in, tokens before heads out."""
+    forward: _Forward | None = others.get(KEYWORD)
+    if forward is None:
+        raise InvalidArgument(
+            "the model's attention is kvalloc's while a TorchModel is open: call it through an Engine, "
+            "or close the TorchModel first"
+        )
+    layer, spec = module.layer_idx, forward.store.spec
+    place = spec.layer_map[layer]
+    window = None if place is None else spec.groups[place[0]].window
+    wrong = ""
+    if attention_mask is not None:
+        wrong = "a mask of its own"
+    elif sliding_window not in (None, window):
+        wrong = f"a window of {sliding_window}, and the spec says {window}"
+    elif not getattr(module, "is_causal", True):
+        wrong = "attention that is not causal"
+    if wrong:
+        raise SpecError(f"layer {layer} ({type(module).__name__}) asks for {wrong}")
+    forward.layers.add(layer)
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    out = forward.store.attend(layer, q, k, v, forward.batch, scale=scaling, soft_cap=softcap, sinks=s_aux)
+    return out[None], None
+
+
+def _name(model: Any) -> str:
+    return type(model).__name__
