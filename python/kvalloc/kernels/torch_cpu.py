@@ -20,8 +20,8 @@ __all__ = ["Plan", "Staging", "attend", "plan", "write"]
 
 View = KVView[torch.Tensor]
 
-# Tokens of KV gathered at once: K and V of one layer should stay in the cache between copy and products.
-_TOKENS: Final = 8192
+# Tokens of KV gathered at once: bounds the buffers; more rows share out better over threads.
+_TOKENS: Final = 16_384
 # Query tokens of one row and pass: bounds the mask of a long prompt.
 _QUERIES: Final = 256
 
@@ -40,9 +40,11 @@ class _Piece:
         Frames in the order of the buffer; those of compressed pages are 0 here.
     small : (int64 [n], int64 [n]) or None
         Places of compressed pages in the buffer, and their frames.
+    seen : slice
+        Tokens of the buffer that some row looks at.
     unwritten : int64 [n] or None
-        Tokens of the buffer that nothing may be read from.
-    mask : bool [rows, 1, count, tokens] or None
+        Tokens among them that hold nothing in some row.
+    mask : bool [rows, 1, count, seen tokens] or None
         True where a token may look.
     causal : bool
         Instead of a mask: the rows are whole prompts.
@@ -54,6 +56,7 @@ class _Piece:
     pages: int
     frames: torch.Tensor
     small: tuple[torch.Tensor, torch.Tensor] | None
+    seen: slice
     unwritten: torch.Tensor | None
     mask: torch.Tensor | None
     causal: bool
@@ -116,18 +119,19 @@ def _piece(together: Together, kind: str, window: int | None, page_tokens: int) 
     start = torch.from_numpy(together.start)
     lens = torch.from_numpy(together.seq_lens)
     positions = torch.from_numpy(together.positions)
-    keys = start[:, None] + torch.arange(pages * page_tokens)
-    unwritten = torch.nonzero((keys >= lens[:, None]).flatten()).flatten()
     first = torch.from_numpy(first_positions(kind, window, together.positions))
-    # A mask costs, so leave it out where there is nothing to hide.
-    whole = pages * page_tokens == int(lens.min()) - int(start.max()) and not bool(
-        (first > start[:, None]).any()
-    )
-    causal = whole and count > 1 and count == pages * page_tokens
-    mask = None
-    if not causal and not (whole and count == 1):
-        seen = keys[:, None, :]
-        mask = ((seen <= positions[..., None]) & (seen >= first[..., None]))[:, None]
+    # From here on, positions count from the first token of the buffer. Rows that look at the same ones, as
+    # rows of one length do, need no mask; nor do whole prompts, for which torch has a faster way.
+    ends, first, positions = lens - start, first - start[:, None], positions - start[:, None]
+    low, high = int(first.min()), int(ends.max())
+    alike = bool((ends == high).all())
+    causal = alike and count > 1 and count == high and not bool(first.any())
+    mask = unwritten = None
+    if not alike:
+        unwritten = torch.nonzero((torch.arange(pages * page_tokens) >= ends[:, None]).flatten()).flatten()
+    if not causal and not (alike and count == 1 and bool((first == low).all())):
+        keys = torch.arange(low, high)
+        mask = ((keys <= positions[..., None]) & (keys >= first[..., None]))[:, None]
     return _Piece(
         tokens=slice(int(flat[0]), int(flat[-1]) + 1) if side_by_side else torch.from_numpy(flat),
         rows=rows,
@@ -135,7 +139,8 @@ def _piece(together: Together, kind: str, window: int | None, page_tokens: int) 
         pages=pages,
         frames=entries.clamp(min=0),
         small=(compressed, ~entries[compressed]) if len(compressed) else None,
-        unwritten=unwritten if len(unwritten) else None,
+        seen=slice(low, high),
+        unwritten=unwritten,
         mask=mask,
         causal=causal,
     )
@@ -273,7 +278,7 @@ def attend(
         shape = (piece.rows, piece.count, kv_heads, -1, q.shape[2])
         # [rows, kv_heads, heads of each, count, dim]
         query = (q[piece.tokens]).view(shape).permute(0, 2, 3, 1, 4)
-        bias = None if sinks is None else sinks.view(1, kv_heads, -1, 1).to(torch.float32)
+        bias = None if sinks is None else sinks.float().view(1, kv_heads, -1, 1, 1)
         result = _attention(query, k.transpose(1, 2), v.transpose(1, 2), piece, scale, soft_cap, bias)
         out[piece.tokens] = result.permute(0, 3, 1, 2, 4).reshape(-1, q.shape[1], v_dim)
     return out
@@ -304,7 +309,7 @@ def _gathered(
         buffer.index_copy_(0, places, values)
     if piece.unwritten is not None:
         buffer.view(-1, *buffer.shape[2:]).index_fill_(0, piece.unwritten, 0)
-    return buffer.view(piece.rows, -1, *buffer.shape[2:])
+    return buffer.view(piece.rows, -1, *buffer.shape[2:])[:, piece.seen]
 
 
 def _attention(
@@ -319,32 +324,24 @@ def _attention(
     """Attention of q ``[rows, kv_heads, group, count, dim]`` over k, v ``[rows, kv_heads, tokens, dim]``."""
     rows, kv_heads, group, count, dim = q.shape
     plain = soft_cap is None and sinks is None and k.shape[-1] == v.shape[-1]
-    if plain and piece.causal:
-        parts = [
-            F.scaled_dot_product_attention(q[:, :, g], k, v, is_causal=True, scale=scale)
-            for g in range(group)
-        ]
-        return torch.stack(parts, 2)
+    if plain and count == 1:
+        flat = q.reshape(rows, kv_heads, group, dim)
+        return F.scaled_dot_product_attention(flat, k, v, attn_mask=piece.mask, scale=scale).unsqueeze(3)
     mask = piece.mask
-    if mask is None and piece.causal:
+    if mask is None and piece.causal and not plain:
         mask = torch.ones(count, count, dtype=torch.bool).tril()[None, None]
-    results = []
-    for at in range(0, count, _QUERIES):
-        part = q[:, :, :, at : at + _QUERIES]
-        n = part.shape[3]
-        flat = part.reshape(rows, kv_heads, group * n, dim)
-        seen = None if mask is None else mask[:, :, at : at + n].repeat(1, 1, group, 1)
-        if plain:
-            result = F.scaled_dot_product_attention(flat, k, v, attn_mask=seen, scale=scale)
-        else:
-            bias = (
-                None
-                if sinks is None
-                else sinks.expand(1, kv_heads, group, n).reshape(1, kv_heads, group * n, 1)
+    out = q.new_empty(rows, kv_heads, group, count, v.shape[-1])
+    for at in range(0, count, count if piece.causal and plain else _QUERIES):
+        part = slice(at, at + (count if piece.causal and plain else _QUERIES))
+        seen = None if mask is None else mask[:, :, part]
+        if not plain:
+            out[:, :, :, part] = _by_hand(q[:, :, :, part], k, v, seen, scale, soft_cap, sinks)
+            continue
+        for g in range(group):
+            out[:, :, g, part] = F.scaled_dot_product_attention(
+                q[:, :, g, part], k, v, attn_mask=seen, is_causal=piece.causal, scale=scale
             )
-            result = _by_hand(flat, k, v, seen, scale, soft_cap, bias)
-        results.append(result.view(rows, kv_heads, group, n, -1))
-    return results[0] if len(results) == 1 else torch.cat(results, 3)
+    return out
 
 
 def _by_hand(
@@ -357,15 +354,15 @@ def _by_hand(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """What torch's fused attention has no arguments for: soft caps, sinks, V of other width than K."""
-    scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
+    scores = torch.matmul(q, k.transpose(-1, -2)[:, :, None]).float() * scale
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
     if sinks is None:
         weights = scores.softmax(-1)
     else:
         top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
         weights = torch.exp(scores - top)
         weights = weights / (weights.sum(-1, keepdim=True) + torch.exp(sinks - top))
-    return torch.matmul(weights.to(v.dtype), v)
+    return torch.matmul(weights.to(v.dtype), v[:, :, None])

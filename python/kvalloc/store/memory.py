@@ -1,8 +1,10 @@
-"""How much memory a process may still take on this host."""
+"""Memory of this host: how much there is, and how a store takes it."""
 
+import contextlib
+import mmap
 from pathlib import Path
 
-__all__ = ["available_bytes"]
+__all__ = ["available_bytes", "host_memory"]
 
 
 def available_bytes() -> int:
@@ -26,3 +28,31 @@ def available_bytes() -> int:
     except (OSError, ValueError):
         pass
     return max(min(free), 0)
+
+
+def host_memory(size: int) -> mmap.mmap:
+    """Take memory in one piece, of which nothing is used before it is touched; it reads as zeros.
+
+    Parameters
+    ----------
+    size : int
+        Bytes.
+
+    Returns
+    -------
+    mmap.mmap
+        Given back when the last view of it is gone. On Linux in huge pages where the system has them to give:
+        a layer's bytes are spread over the whole arena, which is hard on the translation of addresses.
+
+    Raises
+    ------
+    MemoryError
+    """
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(str(error)) from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

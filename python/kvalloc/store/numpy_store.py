@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvalloc._core import Batch
 from kvalloc.errors import InvalidArgument
 from kvalloc.store.base import BaseStore, KVView
-from kvalloc.store.memory import available_bytes
+from kvalloc.store.memory import available_bytes, host_memory
 from kvalloc.store.steps import Rows, first_positions
 
 __all__ = ["NumpyStore", "decode", "encode"]
@@ -133,7 +133,7 @@ class NumpyStore(BaseStore[Array]):
         return "cpu"
 
     def _allocate(self, size: int) -> Array:
-        return np.empty(size, np.uint8)
+        return np.frombuffer(host_memory(size), np.uint8)
 
     def _available(self) -> int:
         return available_bytes()

@@ -10,7 +10,7 @@ from kvalloc._core import Batch, Pool
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels import torch_cpu
 from kvalloc.store.base import BaseStore, out_of_memory
-from kvalloc.store.memory import available_bytes
+from kvalloc.store.memory import available_bytes, host_memory
 from kvalloc.store.steps import Rows
 
 __all__ = ["TorchStore"]
@@ -77,7 +77,7 @@ class TorchStore(BaseStore[torch.Tensor]):
 
     def _allocate(self, size: int) -> torch.Tensor:
         with out_of_memory(RuntimeError):
-            return torch.empty(size, dtype=torch.uint8, device=self._device)
+            return torch.frombuffer(host_memory(size), dtype=torch.uint8)
 
     def _available(self) -> int:
         return available_bytes()

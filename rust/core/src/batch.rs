@@ -14,10 +14,12 @@
 //!
 //! Steps that are not committed are remembered in order; taking a row out forgets what they did for it.
 //!
-//! Here is what others call; the rows and the passes of a step over them are in rows.rs.
+//! Here is what others call; the rows and the passes of a step over them are in rows.rs, what pages that move mean for them
+//! in places.rs.
 //!
 //! Callers: the binding; sequence handles (handle.rs) for sequences that stand here.
 
+mod places;
 mod rows;
 
 use std::{
@@ -25,12 +27,12 @@ use std::{
     sync::{Arc, Weak},
 };
 
+use places::Look;
 use rows::{Hot, Inner, Row};
 
 use crate::{
     arrays::{Arrays, Shape},
     error::{Error, Refusal},
-    frame::BatchSlot,
     plan::TakenRow,
     pool::{Pool, Scratch},
     sequence::{Body, Place, Sequence, try_lock},
@@ -86,7 +88,6 @@ pub struct Step {
 pub(crate) struct Shared {
     pool: Arc<Pool>,
     shape: Shape,
-    member: BatchSlot,
     inner: Mutex<Inner>,
 }
 
@@ -103,7 +104,7 @@ impl Batch {
     /// The pool is closed, or has too many batches.
     pub fn new(pool: &Arc<Pool>, shape: Shape, arrays: Box<dyn Arrays>) -> Result<Self, Error> {
         pool.check_open()?;
-        let member = pool.quiescence.register().map_err(|e| Error::Argument(e.to_string()))?;
+        let look = Look::new(pool).map_err(|e| Error::Argument(e.to_string()))?;
         let rows = shape.rows;
         let mut hot = Hot { base: vec![Vec::with_capacity(rows); pool.groups.len()], ..Hot::default() };
         hot.each(|v| v.reserve_exact(rows));
@@ -122,11 +123,9 @@ impl Batch {
             scratch: Scratch::default(),
             tight: Vec::with_capacity(rows),
             shown: 0,
-            moves: pool.moves.get(),
+            look,
         };
-        Ok(Self {
-            shared: Arc::new(Shared { pool: Arc::clone(pool), shape, member, inner: Mutex::new(inner) }),
-        })
+        Ok(Self { shared: Arc::new(Shared { pool: Arc::clone(pool), shape, inner: Mutex::new(inner) }) })
     }
 
     /// The pool.
@@ -247,7 +246,7 @@ impl Batch {
         budget: Option<u32>,
         seen: impl FnOnce(&Step) -> R,
     ) -> Result<R, Error> {
-        let Shared { pool, shape, member, .. } = &*self.shared;
+        let Shared { pool, shape, .. } = &*self.shared;
         let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
         pool.check_open()?;
         if inner.outstanding.len() == MAX_OUTSTANDING {
@@ -257,10 +256,10 @@ impl Batch {
         }
         let _op = pool.enter(inner.lane);
         inner.plan(*shape, counts, budget)?;
-        let entered = pool.quiescence.enter(*member);
-        inner.make_room(pool, *shape);
+        let entered = inner.look.enter(pool);
+        inner.make_room(pool, *shape, entered);
         let one_each = inner.write(pool, *shape);
-        pool.quiescence.step(*member, entered);
+        inner.look.show(pool);
         inner.remember(one_each);
         Ok(seen(&inner.step))
     }
@@ -288,7 +287,7 @@ impl Batch {
     /// # Errors
     /// Busy; no step waits; as many tokens as rows. Then nothing was done.
     pub fn commit(&self, sampled: Option<&[i32]>) -> Result<(), Error> {
-        let Shared { pool, shape, member, .. } = &*self.shared;
+        let Shared { pool, shape, .. } = &*self.shared;
         let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
         let Some(record) = inner.outstanding.front() else {
             return Err(Error::Argument("no step waits for a commit; call step first".into()));
@@ -305,7 +304,7 @@ impl Batch {
         let _op = pool.enter(inner.lane);
         inner.commit(pool, *shape, sampled);
         if inner.outstanding.is_empty() {
-            pool.quiescence.quiesce(*member);
+            inner.look.rest(pool);
         }
         Ok(())
     }
@@ -340,12 +339,12 @@ impl Batch {
                 self.remove(&sequence)?;
             }
         }
-        let Shared { pool, member, .. } = &*self.shared;
+        let Shared { pool, .. } = &*self.shared;
         let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
         if inner.rows.is_empty() {
             let _op = pool.enter(inner.lane);
             inner.forget_records(pool);
-            pool.quiescence.quiesce(*member);
+            inner.look.rest(pool);
         }
         Ok(())
     }
@@ -437,7 +436,7 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        let Self { pool, shape, member, inner } = self;
+        let Self { pool, shape, inner } = self;
         let inner = inner.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         let _op = pool.enter(inner.lane);
         while !inner.rows.is_empty() {
@@ -449,6 +448,6 @@ impl Drop for Shared {
             *place = Place::Idle(body);
         }
         inner.forget_records(pool);
-        pool.quiescence.leave(*member);
+        inner.look.leave(pool);
     }
 }

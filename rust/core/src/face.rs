@@ -58,6 +58,8 @@ impl Pages {
         let mut out = Vec::new();
         let taken = self.pool.take(self.lane, tenant, group, n, &mut 0, &mut out, &mut Scratch::default());
         taken.inspect_err(|refusal| self.pool.count_refusal(self.lane, refusal))?;
+        // The caller keeps tables of its own, in which they must not move.
+        out.iter().for_each(|page| self.pool.pages.set_outside(page.id));
         Ok(out)
     }
 
@@ -67,6 +69,8 @@ impl Pages {
     /// Stale references, references that are no page.
     pub fn frames(&self, pages: &[PageRef]) -> Result<Vec<FrameId>, Error> {
         self.check_refs(pages)?;
+        // Before the caller is told, so that they don't move meanwhile.
+        pages.iter().for_each(|p| self.pool.pages.set_outside(p.id));
         let frames = pages.iter().map(|p| self.pool.pages.location(p.id).frame()).collect();
         // The location belongs to this life of the page if the page is in it still.
         self.all_current(pages, |word_refs| word_refs >= 1)?;

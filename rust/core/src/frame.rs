@@ -35,7 +35,7 @@ pub use quiesce::{BatchSlot, Entered, Quiescence, Retired};
 use self::{extents::Extents, tiling::Tiling};
 use crate::{
     spec::ArenaLayout,
-    word::{ExtentId, FrameId, Lane, PageId, SizeId},
+    word::{ExtentId, FrameId, Lane, PageId, SizeId, extent::ExtentWord},
 };
 
 /// Why a frame, an id or a batch was refused.
@@ -89,6 +89,23 @@ pub struct ExtentState {
     pub total: u32,
     /// Frames whose bit says they are in use: `total - free` when nobody is in the middle of a call.
     pub used: u32,
+    /// A plan empties it: what is free in it can't be claimed.
+    pub draining: bool,
+}
+
+/// What the word of an extent says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Glance {
+    /// The frame size it serves; `None` in the arena.
+    pub size: Option<SizeId>,
+    /// Free frames of that size in it; 0 in the arena.
+    pub free: u32,
+    /// All frames of that size in it; 0 in the arena.
+    pub total: u32,
+    /// A plan empties it: what is free in it can't be claimed.
+    pub draining: bool,
+    /// The size that it serves then; `None`: none in particular.
+    pub goal: Option<SizeId>,
 }
 
 /// The frames of one tier.
@@ -135,6 +152,36 @@ impl Arena {
         self.extents.claim(size, lane, want, &mut |run| out.extend(run.map(FrameId)))
     }
 
+    /// As [`Self::claim`], and only in extents that serve the size already: room for pages that move out of others.
+    pub fn claim_serving(&self, size: SizeId, lane: Lane, want: usize, out: &mut Vec<FrameId>) -> usize {
+        self.extents.claim_serving(size, lane, want, &mut |run| out.extend(run.map(FrameId)))
+    }
+
+    /// Give nothing more out of an extent that serves `size`; once it is empty it serves `goal`, or goes to the arena. `false`:
+    /// it does not serve the size, drains already, or there is one size only.
+    pub fn drain(&self, extent: ExtentId, size: SizeId, goal: Option<SizeId>) -> bool {
+        self.sizes.len() > 1 && self.extents.drain(extent.as_usize(), size, goal)
+    }
+
+    /// Give out again what is free in a draining extent. `false`: it drains no more.
+    pub fn undrain(&self, extent: ExtentId) -> bool {
+        self.extents.undrain(extent.as_usize())
+    }
+
+    /// Stop whatever keeps free frames of a size from being claimed: how many extents did. Reads every extent if any drains.
+    pub fn undrain_all(&self, size: SizeId) -> usize {
+        self.extents.undrain_all(size)
+    }
+
+    /// Whether a frame of this size lies in an extent that drains.
+    #[inline]
+    pub fn is_draining(&self, size: SizeId, frame: FrameId) -> bool {
+        self.extents.may_drain() && {
+            let word = self.extents.read(self.extents.tiling(size).extent_of(frame.0) as usize);
+            word.is_draining() && word.serves(size)
+        }
+    }
+
     /// Give a frame back.
     #[inline]
     pub fn release(&self, size: SizeId, frame: FrameId) -> Result<(), FrameError> {
@@ -152,11 +199,18 @@ impl Arena {
         let sum: u64 = (0..self.extents.count())
             .map(|extent| match self.extents.read(extent) {
                 word if word.in_arena() => u64::from(tiling.frames_in(extent)),
+                word if word.is_draining() => 0,
                 word if word.serves(size) => u64::from(word.free()),
+                word if self.is_whole(extent, word) => u64::from(tiling.frames_in(extent)),
                 _ => 0,
             })
             .sum();
         sum.min(u64::from(tiling.frames()))
+    }
+
+    /// Whether nothing of it is in use, though it serves a size.
+    fn is_whole(&self, extent: usize, word: ExtentWord) -> bool {
+        word.size().is_some_and(|size| word.free() == self.extents.tiling(size).frames_in(extent))
     }
 
     /// Bytes of the frames of a size that are given out. Reads every extent; exact while nobody claims or releases.
@@ -216,6 +270,16 @@ impl Arena {
     /// What an extent is used for.
     pub fn extent_state(&self, extent: ExtentId) -> ExtentState {
         state(&self.extents, extent.as_usize())
+    }
+
+    /// What the word of an extent says.
+    pub fn glance(&self, extent: ExtentId) -> Glance {
+        glance(&self.extents, extent.as_usize())
+    }
+
+    /// Frames of a size in an extent that serves it.
+    pub fn frames_in(&self, extent: ExtentId, size: SizeId) -> u32 {
+        self.extents.tiling(size).frames_in(extent.as_usize())
     }
 
     /// The extent a frame lies in.
@@ -296,9 +360,14 @@ impl Slots {
     }
 }
 
-fn state(extents: &Extents, extent: usize) -> ExtentState {
+fn glance(extents: &Extents, extent: usize) -> Glance {
     let word = extents.read(extent);
     let size = word.size();
     let total = size.map_or(0, |size| extents.tiling(size).frames_in(extent));
-    ExtentState { size, free: word.free(), total, used: extents.used_bits(extent) }
+    Glance { size, free: word.free(), total, draining: word.is_draining(), goal: word.goal() }
+}
+
+fn state(extents: &Extents, extent: usize) -> ExtentState {
+    let Glance { size, free, total, draining, .. } = glance(extents, extent);
+    ExtentState { size, free, total, used: extents.used_bits(extent), draining }
 }

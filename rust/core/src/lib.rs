@@ -17,6 +17,7 @@
 //! | [`sequence`], [`handle`], [`batch`], [`arrays`] | WHO holds: page tables; one call per scheduler step |
 //! | [`face`] | the lower face: pages in batches, for engines with tables of their own |
 //! | [`plan`] | getting memory back: what will be done, and the leases until it is done |
+//! | `rebalance` | extents change the page size they serve |
 //! | [`admit`] | may this start now? |
 //! | [`audit`] | proof that the books balance |
 #![forbid(unsafe_code)]
@@ -44,6 +45,7 @@ pub mod plan;
 pub mod pool;
 pub mod preempt;
 mod prefix;
+mod rebalance;
 pub mod sequence;
 pub mod spec;
 pub mod stats;

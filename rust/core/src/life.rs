@@ -16,9 +16,8 @@ use crate::{
     page::{Line, Link},
     pool::{Pool, Scratch},
     stats::Counter,
-    sync::Atom,
     word::{
-        ClassId, FrameId, GroupId, Lane, PageId, PageRef, TenantId, Tier, Units,
+        ClassId, GroupId, Lane, PageId, PageRef, TenantId, Tier, Units,
         page::{Dropped, Ended, Location, PageWord, Shared},
     },
 };
@@ -324,33 +323,6 @@ impl Pool {
             self.stats.count(lane, Counter::StaleReferences, stale as u64);
         }
         stale
-    }
-
-    /// Move a page to another frame of its class: `copy` is given both frames and has done the copy when it returns. Who
-    /// holds the page notices nothing; batches show the new frame from their next step on, and the old one is used again
-    /// once all of them have taken it. `None`: it is not there any more, another copy uses it, or no frame is free.
-    ///
-    /// While it is copied the page can be hit, held and let go, but not leave: whoever ends the lease sees to that.
-    pub fn relocate(&self, page: PageRef, copy: impl FnOnce(FrameId, FrameId)) -> Option<FrameId> {
-        let lane = self.next_lane();
-        let _op = self.enter(lane);
-        self.pages.transit(page.id, |w| w.lease(page.generation)).ok()?;
-        let from = self.pages.location(page.id);
-        let tier = from.tier().unwrap_or(Tier::Device);
-        let size = self.classes[from.class().as_usize()].size;
-        let mut claimed = Vec::with_capacity(1);
-        let moved = (self.arena(tier).claim(size, lane, 1, &mut claimed) == 1).then(|| {
-            copy(from.frame(), claimed[0]);
-            let to = Location::new(tier, from.class(), claimed[0]);
-            // Only the holder of the lease moves a page.
-            let swapped = self.pages.swap_location(page.id, from, to);
-            debug_assert!(swapped.is_ok(), "{page:?} moved while it was leased: {swapped:?}");
-            self.quiescence.retire(tier, size, from.frame());
-            self.moves.plus(1);
-            claimed[0]
-        });
-        self.end_lease(lane, page, |w| w.is_away());
-        moved
     }
 
     /// A page that the caller alone holds begins to leave the device, or to come back to it: where it lies now. Nobody

@@ -29,7 +29,7 @@ use crate::{
     sync::{Atom, AtomicU64, Words},
     word::{
         PageId, PageRef, TenantId,
-        page::{Location, PageWord},
+        page::{Location, OPEN, OUTSIDE, PageWord},
     },
 };
 
@@ -178,6 +178,22 @@ impl Pages {
     /// Move: the new location, if the old one still holds.
     pub(crate) fn swap_location(&self, id: PageId, from: Location, to: Location) -> Result<(), Location> {
         self.line(id).0[LOCATION].cas(from.0, to.0).map(drop).map_err(Location)
+    }
+
+    /// Steps write to where it lies, so nobody else moves it.
+    pub(crate) fn set_open(&self, id: PageId) {
+        self.line(id).0[LOCATION].set(OPEN);
+    }
+    /// They don't any more. (A page that has gone meanwhile lies nowhere, and that stays so.)
+    #[inline]
+    pub(crate) fn clear_open(&self, id: PageId) {
+        if self.location(id).is_open() {
+            self.line(id).0[LOCATION].clear(OPEN);
+        }
+    }
+    /// An engine with tables of its own is told where it lies.
+    pub(crate) fn set_outside(&self, id: PageId) {
+        self.line(id).0[LOCATION].set(OUTSIDE);
     }
 
     #[inline]

@@ -46,7 +46,6 @@ use crate::{
     error::Error,
     pool::Pool,
     stats::Counter,
-    sync::Atom,
     word::{
         Lane, PageRef, TenantId, Tier, Units,
         page::{Location, PageWord},
@@ -204,6 +203,8 @@ pub struct Plan {
     pub pinned: u64,
     /// Bytes that were asked for and don't come back.
     pub shortfall: u64,
+    /// Bytes of extents that the plan empties, for pages of another size.
+    pub emptied: u64,
     /// Bytes of the moves within the device, and between the tiers.
     pub copied: [u64; 2],
     /// How long copying them takes at the bandwidths the pool was told; `None`: it was told none.
@@ -228,6 +229,7 @@ impl Plan {
             shared: 0,
             pinned: 0,
             shortfall: 0,
+            emptied: 0,
             copied: [0; 2],
             copy_ns: None,
             moves: Vec::new(),
@@ -300,14 +302,34 @@ pub(crate) trait Ending: fmt::Debug + Send + Sync {
     fn settle(&mut self, pool: &Pool, state: State);
 }
 
+/// A plan that is being built: the leases and the frames of its moves are taken, and what hangs on it is done.
+#[derive(Debug)]
+pub(crate) struct Draft {
+    pub(crate) plan: Plan,
+    pub(crate) endings: Vec<Box<dyn Ending>>,
+}
+
+impl Draft {
+    pub(crate) fn new(kind: Kind, tenant: TenantId, asked: u64) -> Self {
+        Self { plan: Plan::new(kind, tenant, asked), endings: Vec::new() }
+    }
+}
+
 impl Pool {
-    /// Open a plan whose leases and destination frames were taken by the caller.
-    pub(crate) fn open_plan(&self, plan: Plan, ttl_ms: u64, endings: Vec<Box<dyn Ending>>) -> Entry {
-        let deadline = self.clock.now_ms().saturating_add(ttl_ms);
-        let copy_ns = self.plans.copy_ns(plan.copied);
-        let entry = self.plans.add(Plan { deadline_ms: deadline, copy_ns, ..plan }, endings);
-        self.stats.count(Lane(0), Counter::PlansOpened, 1);
-        entry
+    /// Open a plan whose leases and destination frames were taken by the caller. `dry_run`: give all of it back at once, so
+    /// that nothing is changed.
+    pub(crate) fn open_draft(&self, lane: Lane, draft: Draft, ttl_ms: u64, dry_run: bool) -> Plan {
+        let Draft { mut plan, mut endings } = draft;
+        plan.copy_ns = self.plans.copy_ns(plan.copied);
+        if dry_run {
+            plan.moves.iter().for_each(|m| _ = self.end_move(lane, m, false));
+            endings.iter_mut().for_each(|ending| ending.settle(self, State::Aborted));
+            return plan;
+        }
+        plan.deadline_ms = self.clock.now_ms().saturating_add(ttl_ms);
+        let entry = self.plans.add(plan, endings);
+        self.stats.count(lane, Counter::PlansOpened, 1);
+        entry.plan().clone()
     }
 
     /// Commit what is left of a plan: its bytes have been copied.
@@ -367,7 +389,11 @@ impl Pool {
         }
         let lane = self.next_lane();
         let _op = self.enter(lane);
-        let due = self.plans.due(now);
+        let (due, drains) = self.plans.due(now);
+        for (tier, extent) in drains {
+            // Most are empty by now.
+            let _ = self.arena(tier).undrain(extent);
+        }
         due.iter().filter(|entry| self.give_up(lane, entry, State::Expired)).count()
     }
 
@@ -456,7 +482,6 @@ impl Pool {
         if moved && tier == Tier::Device {
             // Steps that are not committed may still show it.
             self.quiescence.retire(tier, class.size, left.frame());
-            self.moves.plus(1);
         } else {
             // It was claimed for this page, or for its move.
             let _ = self.arena(tier).release(class.size, left.frame());
@@ -464,8 +489,13 @@ impl Pool {
         if crosses {
             self.ledger.discharge(tier, m.payer, lane, Units(class.units));
         } else {
-            self.end_lease(lane, m.page, PageWord::is_away);
+            self.unlease(lane, m.page);
         }
         moved
+    }
+
+    /// End a lease. A page that everybody let go meanwhile is freed.
+    pub(crate) fn unlease(&self, lane: Lane, page: PageRef) {
+        self.end_lease(lane, page, PageWord::is_away);
     }
 }

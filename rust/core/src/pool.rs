@@ -108,8 +108,6 @@ pub struct Pool {
     pub(crate) compare_tokens: bool,
     /// Bumped when the weights change; part of every root key.
     pub(crate) weights_epoch: AtomicU64,
-    /// Bumped when a page moved: batches then rewrite their block tables.
-    pub(crate) moves: AtomicU64,
     /// The tenant whose cached pages go next (bits 0-31) and for how many evictions the choice holds (32-63).
     victim: AtomicU64,
     /// Handles made so far.
@@ -256,7 +254,6 @@ impl Pool {
             quiescence: Quiescence::new(&arenas),
             compare_tokens: options.compare_tokens,
             weights_epoch: AtomicU64::new(0),
-            moves: AtomicU64::new(0),
             victim: AtomicU64::new(0),
             turns: AtomicU64::new(0),
             closed: AtomicU32::new(0),
@@ -321,6 +318,12 @@ impl Pool {
     /// Usable bytes of a tier's arena, those that are never given out included; 0 without a host tier.
     pub fn arena_bytes(&self, tier: Tier) -> u64 {
         self.layouts[tier.as_usize()].bytes
+    }
+
+    /// Whether a place is to be emptied.
+    pub(crate) fn is_draining(&self, at: Location) -> bool {
+        let size = self.classes[at.class().as_usize()].size;
+        self.arena(at.tier().unwrap_or(Tier::Device)).is_draining(size, at.frame())
     }
 
     pub(crate) fn is_state(&self, group: GroupId) -> bool {
@@ -498,7 +501,8 @@ impl Pool {
     #[inline]
     fn begin(&self, id: PageId, payer: TenantId, class: ClassId, frame: FrameId) -> PageRef {
         self.pages.set_payer(id, payer);
-        self.pages.set_location(id, Location::new(Tier::Device, class, frame));
+        // Whoever takes a page writes to it.
+        self.pages.set_location(id, Location::new(Tier::Device, class, frame).open());
         let word = self.pages.step(id, PageWord::take);
         PageRef { id, generation: word.generation() }
     }
@@ -543,9 +547,10 @@ impl Pool {
         got += self.claim_free(lane, size, n.saturating_sub(got), scratch);
         while got < n {
             // What moved away costs nobody a hit.
-            let drained = self.quiescence.drain(&self.arenas);
+            let drained = self.let_frames_come();
             let evicted = if drained > 0 { 0 } else { self.evict(lane, payer, n - got, size, scratch) };
-            if drained + evicted == 0 && self.expire() == 0 {
+            if drained + evicted == 0 && self.expire() == 0 && self.arena(Tier::Device).undrain_all(size) == 0
+            {
                 // With one size of frames the ledger's word is enough, so others have what is missing in hand.
                 patience -= 1;
                 if patience == 0 || self.spec.sizes().len() > 1 || !self.quiescence.is_empty() {
@@ -568,6 +573,15 @@ impl Pool {
         let (asked, room) = (n as u64 * page, arena.free_bytes());
         let why = if room >= asked { Why::Fragmented } else { Why::Frames };
         Err(Refusal { why, tier: Tier::Device, tenant: payer, level: TenantId(0), asked, room })
+    }
+
+    /// Take back frames that pages have left: those that nobody shows any more, else those that only the arrays of quiet
+    /// batches show.
+    fn let_frames_come(&self) -> usize {
+        match self.quiescence.drain(&self.arenas) {
+            0 => self.quiescence.drain_quiet(&self.arenas),
+            n => n,
+        }
     }
 
     /// Claim up to `n` free frames and as many ids, behind what is in `scratch`, without taking anything back for them.
@@ -668,7 +682,11 @@ impl Pool {
         let pages = self.orders.victims(&self.pages, tenant, now, n, |id, word| {
             let (class, location, parent) = self.take_out(id, word);
             match wanted {
-                Some((size, scratch)) if class.size == *size && location.tier() == Some(Tier::Device) => {
+                Some((size, scratch))
+                    if class.size == *size
+                        && location.tier() == Some(Tier::Device)
+                        && !self.is_draining(location) =>
+                {
                     scratch.ids.push(id);
                     scratch.frames.push(location.frame());
                 }

@@ -50,7 +50,7 @@ use crate::{
     batch::Batch,
     error::{Error, Refusal},
     ledger::ROOT,
-    plan::{Ending, Fate, Kind, Move, Plan, TakenRow, Victim},
+    plan::{Draft, Ending, Fate, Kind, Move, Plan, TakenRow, Victim},
     pool::{Pool, Scratch},
     prefix::Prompt,
     sequence::{Body, Mode, Place, Sequence, State, try_lock},
@@ -282,8 +282,8 @@ impl<'a> Build<'a> {
         if self.dry {
             return (self.plan, self.sequences);
         }
-        let entry = self.pool.open_plan(self.plan, ttl_ms, self.endings);
-        (entry.plan().clone(), self.sequences)
+        let draft = Draft { plan: self.plan, endings: self.endings };
+        (self.pool.open_draft(self.lane, draft, ttl_ms, false), self.sequences)
     }
 
     /// Take a sequence off the device. What is paid for below `within` counts as coming back; `victim`: the tenant whose

@@ -5,10 +5,11 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use super::{Copy, LONGEST_DRAFT, RefusedRow, Step};
+use super::{Copy, LONGEST_DRAFT, RefusedRow, Step, places::Look};
 use crate::{
     arrays::{Arrays, Shape},
     error::{Error, Refusal, Why},
+    frame::Entered,
     pool::{Pool, Scratch},
     sequence::{Body, Sequence},
     stats::Counter,
@@ -72,7 +73,7 @@ pub(super) struct Inner {
     pub(super) tight: Vec<u32>,
     /// Tokens and rows in the arrays since the last step.
     pub(super) shown: usize,
-    pub(super) moves: u64,
+    pub(super) look: Look,
 }
 
 impl Inner {
@@ -95,6 +96,8 @@ impl Inner {
 
     pub(super) fn push(&mut self, pool: &Pool, shape: Shape, row: Row) {
         let at = self.rows.len();
+        // Before it is looked where they lie.
+        row.body.unsettled(pool).for_each(|page| pool.pages.set_open(page.id));
         self.rows.push(row);
         self.hot.each(|v| v.push(0));
         self.hot.base.iter_mut().for_each(|b| b.push(0));
@@ -107,6 +110,8 @@ impl Inner {
         let last = self.rows.len() - 1;
         let mut body = self.rows.swap_remove(row).body;
         body.forget_steps(pool, self.lane, &mut self.scratch);
+        body.unsettled(pool).for_each(|page| pool.pages.clear_open(page.id));
+        self.look.clip(self.rows.len());
         self.hot.each(|v| {
             v.swap_remove(row);
         });
@@ -196,20 +201,14 @@ impl Inner {
     /// What the row's pages hold, and where the last one is.
     fn settle(&mut self, pool: &Pool, shape: Shape, row: usize) {
         let page_tokens = pool.spec.page_tokens();
+        self.find_bases(pool, row);
         let body = &self.rows[row].body;
         let mut room = shape.tokens;
-        for (g, (table, base)) in body.tables.iter().zip(&mut self.hot.base).enumerate() {
-            if pool.is_state(GroupId(g as u8)) {
-                if table.pages.is_empty() {
-                    room = 0;
-                }
-                continue;
-            }
-            let pages = table.pages.len() as u32;
-            room = room.min(pages * page_tokens);
-            if let Some(last) = table.live().last() {
-                let frame = pool.pages.location(last.id).frame();
-                base[row] = (i64::from(frame.0) - i64::from(pages - 1)) * i64::from(page_tokens);
+        for (g, table) in body.tables.iter().enumerate() {
+            if !pool.is_state(GroupId(g as u8)) {
+                room = room.min(table.pages.len() as u32 * page_tokens);
+            } else if table.pages.is_empty() {
+                room = 0;
             }
         }
         self.hot.room[row] = if body.shared_tail { 0 } else { room };
@@ -272,17 +271,10 @@ impl Inner {
     }
 
     /// Pages for every row that needs some. Rows that can't grow as planned get less, or nothing.
-    pub(super) fn make_room(&mut self, pool: &Pool, shape: Shape) {
+    pub(super) fn make_room(&mut self, pool: &Pool, shape: Shape, entered: Entered) {
         self.step.refused.clear();
         self.step.copies.clear();
-        let moves = pool.moves.get();
-        if moves != self.moves {
-            self.moves = moves;
-            for row in 0..self.rows.len() {
-                self.sync_out(row);
-                self.sync_in(pool, shape, row);
-            }
-        }
+        self.look_at_places(pool, shape, entered);
         self.list_tight_rows();
         self.cross_edges(pool, shape);
         for at in 0..self.tight.len() {
@@ -388,13 +380,16 @@ impl Inner {
             self.trim_row(pool, shape, row, self.hot.written[row]);
         }
         if self.rows[row].body.shared_tail {
-            self.unshare_tail(pool, shape, row)?;
+            match self.unshare_tail(pool, shape, row) {
+                Err(_) if self.catch_up(pool, shape) => self.unshare_tail(pool, shape, row)?,
+                unshared => unshared?,
+            }
         }
-        let body = &mut self.rows[row].body;
         let first_new = slots.div_ceil(page_tokens);
         loop {
-            match body.grow(pool, self.lane, slots + count, &mut self.scratch) {
+            match self.rows[row].body.grow(pool, self.lane, slots + count, &mut self.scratch) {
                 Ok(()) => break,
+                Err(_) if self.catch_up(pool, shape) => {}
                 Err(refusal) => {
                     // Half the pages, and in the end what the last page still holds.
                     let pages = (slots + count).div_ceil(page_tokens) - first_new;
@@ -437,10 +432,10 @@ impl Inner {
     /// a copy.
     fn unshare_tail(&mut self, pool: &Pool, shape: Shape, row: usize) -> Result<(), Refusal> {
         let page_tokens = pool.spec.page_tokens();
-        let body = &mut self.rows[row].body;
-        let (tenant, slots) = (body.tenant, body.slots);
+        let (tenant, slots) = (self.rows[row].body.tenant, self.rows[row].body.slots);
         // Children first, so that a page that only they continue can lose its key with them.
-        for g in body.groups_up(pool) {
+        for g in self.rows[row].body.groups_up(pool) {
+            let body = &mut self.rows[row].body;
             let group = GroupId(g as u8);
             let at = match pool.is_state(group) {
                 true => 0,
@@ -458,6 +453,7 @@ impl Inner {
                 && let Some(private) = pool.make_private(page, group)
             {
                 body.tables[g].pages[at] = private;
+                self.show_open(pool, shape, row, group, at);
                 continue;
             }
             let counted = !snapshot || slots == body.cached;
@@ -470,6 +466,7 @@ impl Inner {
             {
                 if snapshot && let Some(private) = pool.make_private(page, group) {
                     body.tables[g].pages[at] = private;
+                    self.show_open(pool, shape, row, group, at);
                     continue;
                 }
                 return Err(refusal);
@@ -478,11 +475,21 @@ impl Inner {
             self.step.copies.push(Copy { group, from: frame(page), to: frame(copy[0]) });
             pool.stats.count(self.lane, Counter::CopiesOnWrite, 1);
             self.scratch.sources.push(page);
+            // Who still holds it writes into it no more before it is his alone.
+            pool.pages.clear_open(page.id);
             self.arrays.group(g).block_table[row * shape.pages + at] = frame(copy[0]).0 as i32;
             body.tables[g].pages[at] = copy[0];
         }
-        body.shared_tail = false;
+        self.rows[row].body.shared_tail = false;
         Ok(())
+    }
+
+    /// A page that becomes this row's to write to: it may have moved until now, and stays from here on.
+    fn show_open(&mut self, pool: &Pool, shape: Shape, row: usize, group: GroupId, at: usize) {
+        let page = self.rows[row].body.tables[group.as_usize()].pages[at];
+        pool.pages.set_open(page.id);
+        let frame = pool.pages.location(page.id).frame();
+        self.arrays.group(group.as_usize()).block_table[row * shape.pages + at] = frame.0 as i32;
     }
 
     /// The arrays of this step; whether each row got one token.

@@ -63,7 +63,7 @@ impl Ghosts {
         let (at, entry) = self.place(tenant, key);
         let find = |word: u64| {
             // The lowest entry that is 0 where it differs from the wanted one shows, all six looked at at once.
-            let diff = (word ^ entry * ONES) & !ONES;
+            let diff = (word ^ (entry * ONES)) & !ONES;
             let zero = diff.wrapping_sub(ONES << 1) & !diff & ONES << (ENTRY_BITS - 1);
             (zero != 0).then(|| zero.trailing_zeros() + 1 - ENTRY_BITS)
         };

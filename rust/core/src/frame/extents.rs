@@ -27,6 +27,12 @@
 //! - Whoever finds an exhausted extent in its list sets HIDDEN, then removes it. Whoever finds a HIDDEN one in a list
 //!   where it doesn't belong inserts it where it does, then removes it. Removal is `lists.rs`'s, which loses no insertion.
 //!
+//! - An extent that drains (a plan empties it) is as good as exhausted. Whoever stops that sets HIDDEN with it, and
+//!   inserts it as a release does.
+//!
+//! A plan may have left an extent with one size before anything of it was in use. It is listed there and still serves any
+//! size: whoever finds nothing else takes it ([`Extents::claim_whole`]).
+//!
 //! "Nothing" is answered only after the lists of the size and of the arena were read twice, all empty and unchanged: at
 //! the moment between the two there was no free frame but those whose release was still under way. No counter is
 //! needed for it that all lanes would share.
@@ -80,6 +86,10 @@ pub(super) struct Extents {
     lanes: Words,
     lane_words: usize,
     faults: AtomicU64,
+    /// Extents that began to drain since somebody stopped them all. A hint: more costs a look.
+    drains: AtomicU64,
+    /// Extents that went from one size to another since somebody looked for whole ones. A hint as well.
+    passed_on: AtomicU64,
 }
 
 impl Extents {
@@ -98,6 +108,8 @@ impl Extents {
             lanes: Words::zeroed(LANES * lane_words),
             lane_words,
             faults: AtomicU64::new(0),
+            drains: AtomicU64::new(0),
+            passed_on: AtomicU64::new(0),
         }
     }
 
@@ -252,7 +264,7 @@ impl Extents {
         loop {
             if let Some(before) = self.empty_stamp(claim.size) {
                 if self.empty_stamp(claim.size) == Some(before) {
-                    return 0;
+                    return self.claim_whole(claim, push);
                 }
                 continue;
             }
@@ -352,6 +364,99 @@ impl Extents {
         self.show(extent, after.0);
         self.fill(extent, claim.size, after.1, 0, push);
         after.1
+    }
+
+    /// Take an extent that serves another size and has nothing in use.
+    fn claim_whole(&self, claim: Claim, push: &mut impl FnMut(Range<u32>)) -> u32 {
+        let passed_on = self.passed_on.get();
+        let total = |size, extent| self.tiling(size).frames_in(extent);
+        for extent in if passed_on > 0 { 0..self.count } else { 0..0 } {
+            let mut after = (ExtentWord(0), 0);
+            let converted = self.word(extent).transit(|word| {
+                let word = ExtentWord(word);
+                let all = total(word.size()?, extent);
+                after = word.convert(all, claim.size, total(claim.size, extent), claim.want, None)?;
+                Some(after.0.0)
+            });
+            if converted.is_ok() {
+                // It leaves the other size's list when somebody next looks there.
+                self.show(extent, after.0);
+                self.fill(extent, claim.size, after.1, 0, push);
+                return after.1;
+            }
+        }
+        if passed_on > 0 {
+            let _ = self.passed_on.cas(passed_on, 0);
+        }
+        0
+    }
+
+    /// As [`Self::claim`], and only in extents that serve the size already.
+    pub(super) fn claim_serving(
+        &self,
+        size: SizeId,
+        lane: Lane,
+        want: usize,
+        push: &mut impl FnMut(Range<u32>),
+    ) -> usize {
+        let want = want.min(u32::MAX as usize) as u32;
+        let mut claim = Claim { size, lane: Lane::wrapped(u64::from(lane.0)), want };
+        while claim.want > 0 {
+            match self.claim_listed(claim, size.as_usize(), 0, false, push) {
+                0 => break,
+                n => claim.want -= n,
+            }
+        }
+        (want - claim.want) as usize
+    }
+
+    // Drain.
+
+    /// Nothing more is claimed in an extent of this size, until it is empty and goes on to `goal`, or until this is stopped.
+    pub(super) fn drain(&self, extent: usize, size: SizeId, goal: Option<SizeId>) -> bool {
+        let goal = goal.filter(|&goal| goal != size);
+        let drained =
+            self.word(extent).transit(|word| ExtentWord(word).drain(size, goal).map(|w| w.0)).is_ok();
+        if drained {
+            self.drains.plus(1);
+        }
+        drained
+    }
+
+    /// Stop it.
+    pub(super) fn undrain(&self, extent: usize) -> bool {
+        let mut after = ExtentWord(0);
+        let stopped = self.word(extent).transit(|word| {
+            after = ExtentWord(word).undrain()?;
+            Some(after.0)
+        });
+        if stopped.is_ok() {
+            self.show(extent, after);
+        }
+        stopped.is_ok()
+    }
+
+    /// Stop whatever keeps free frames of a size from being claimed; how many extents did.
+    pub(super) fn undrain_all(&self, size: SizeId) -> usize {
+        let drains = self.drains.get();
+        if drains == 0 {
+            return 0;
+        }
+        let keeps = |&extent: &usize| {
+            let word = self.read(extent);
+            word.is_draining() && word.serves(size) && word.free() > 0
+        };
+        let stopped = (0..self.count).filter(keeps).filter(|&extent| self.undrain(extent)).count();
+        if stopped == 0 && !(0..self.count).any(|extent| self.read(extent).is_draining()) {
+            let _ = self.drains.cas(drains, 0);
+        }
+        stopped
+    }
+
+    /// Whether extents may be draining.
+    #[inline]
+    pub(super) fn may_drain(&self) -> bool {
+        self.drains.peek() != 0
     }
 
     /// Where the lane claims next.
@@ -477,10 +582,17 @@ impl Extents {
         let after = if self.returns() {
             let total = self.tiling(size).frames_in(extent);
             let mut after = ExtentWord(0);
+            let mut goal = None;
             let given = self.word(extent).transit(|word| {
-                after = ExtentWord(word).release(size, n, total, true)?;
+                let word = ExtentWord(word);
+                goal = word.goal();
+                let goal_total = goal.map_or(0, |goal| self.tiling(goal).frames_in(extent));
+                after = word.release(size, n, total, true, goal_total)?;
                 Some(after.0)
             });
+            if goal.is_some() && !after.is_draining() {
+                self.passed_on.plus(1);
+            }
             debug_assert!(given.is_ok(), "a set bit holds its extent to its size");
             after
         } else {

@@ -1,32 +1,39 @@
 //! Frames that a page moved away from, until no batch shows them any more.
 //!
 //! A batch writes frame numbers into arrays that kernels read later. When a page moves, its old frame may stand in such
-//! an array, so it goes to limbo and becomes free when every registered batch has taken a whole step since, or has
-//! nothing outstanding: then the batch's next step writes the new place.
+//! an array, so it goes to limbo and becomes free when every registered batch has looked at all its places anew since, and
+//! taken a step with them. What a page that moves holds does not change any more, so until then its old frame is as good
+//! as the new one, and a batch need not look at everything in one step.
 //!
 //! # Words
 //!
-//! `epoch`: how many frames were ever retired. A frame's stamp is the epoch its retirement made.
-//! Per batch two words in a cache line of their own. `shown`: 0 free, 1 registered and quiescent, else `epoch << 2 | 2`: it
-//! has something outstanding, and everything it shows was read when at least `epoch` frames had been retired; written by
-//! the batch alone. `gate`: where a step and a drain meet; only ever added to.
+//! `epoch`: how many frames were ever retired (and how often batches were to look all the same). A frame's stamp is the epoch
+//! its retirement made. Per batch three words in a cache line of their own:
+//!
+//! | word | content | written by |
+//! | --- | --- | --- |
+//! | `shown` | 0 free, else `epoch << 2`, everything in its arrays was read when at least so many frames had been retired; and SHOWS, or QUIET: nothing is outstanding, nobody reads the arrays before the next step | the batch |
+//! | `taken` | up to this stamp frames may have been given away that only this batch showed, while it was quiet | drains, upward |
+//! | `gate` | where a step and a drain meet; only ever added to | both |
 //!
 //! # Protocol
 //!
 //! - A move stores the new location, then retires the old frame: its stamp is drawn after the location was stored.
-//! - A step reads the epoch; coming out of quiescence it stores it as shown, then adds 1 to the gate. Then it reads locations.
-//!   At its end it stores the epoch it read first. A commit with nothing outstanding stores "quiescent".
-//! - A drain adds 0 to the gate of each batch, then reads what is shown. A frame is ripe when each batch is free, quiescent,
-//!   or at the frame's stamp or beyond.
+//! - A step of a quiet batch stores that it shows, adds 1 to the gate, then reads `taken`. If that is beyond what its arrays
+//!   say, it looks at every place before they are used. Else it looks at some, and stores the epoch at which it began once it
+//!   has looked at all.
+//! - A drain adds 0 to the gate of each batch, then reads what is shown. A frame is ripe when each batch is free, or at the
+//!   frame's stamp or beyond. A drain in need raises `taken` of each batch before that, and counts quiet ones as free.
 //!
-//! Why a drain that reads "quiescent" may go on though the batch begins a step at that moment: of the two additions to the
-//! gate one comes first. If it is the step's, the drain reads what the step has stored before. If it is the drain's,
-//! the step takes over with its own what the drain knew, the new location included, and reads that.
+//! Why a drain in need that reads "quiet" may go on though the batch begins a step at that moment: of the two additions to
+//! the gate one comes first. If it is the step's, the drain reads that the batch shows. If it is the drain's, the step reads
+//! `taken`, and takes over what the drain knew, the new locations included. A batch that registers adds to the gate as well,
+//! before it reads its first location.
 //!
-//! The batch's side is an addition and three stores per step. Limbo is a queue under a lock: plans take it, and a drain, which is called on
-//! the way of allocations, passes by if somebody has it.
+//! The batch's side is an addition and three stores per step. Limbo is a queue under a lock: plans take it, and a drain,
+//! which is called on the way of allocations, passes by if somebody has it.
 //!
-//! Callers: batch.rs (register, enter, step, quiesce, leave), plans (retire), pool.rs (drain).
+//! Callers: batch.rs (register, enter, step, quiesce, leave), plans (retire, drain), pool.rs (drain).
 
 use std::{array, collections::VecDeque};
 
@@ -36,10 +43,11 @@ use crate::{
     word::{FrameId, SizeId, TIERS, Tier},
 };
 
-const LINE: usize = if cfg!(any(kvalloc_loom, kvalloc_shuttle)) { 2 } else { 8 };
+const LINE: usize = if cfg!(any(kvalloc_loom, kvalloc_shuttle)) { 3 } else { 8 };
 const FREE: u64 = 0;
-const QUIET: u64 = 1;
-const SHOWS: u64 = 2;
+const SHOWS: u64 = 1;
+const QUIET: u64 = 2;
+const KIND: u64 = 3;
 
 /// Registered batches of a pool.
 #[cfg(not(any(kvalloc_loom, kvalloc_shuttle)))]
@@ -51,10 +59,14 @@ const BATCHES: usize = 2;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BatchSlot(u32);
 
-/// A step under way: what it reads from now on is no older than this.
+/// What a step finds at its beginning.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[must_use = "the step ends with `step`"]
-pub struct Entered(u64);
+pub struct Entered {
+    /// What is read from now on was so when at least so many frames had been retired.
+    pub epoch: u64,
+    /// Frames that the arrays may show were given away: every place has to be looked at in this step.
+    pub stale: bool,
+}
 
 /// A frame in limbo.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -103,18 +115,24 @@ impl Quiescence {
     fn gate(&self, slot: usize) -> &AtomicU64 {
         &self.batches[slot * LINE + 1]
     }
+    #[inline]
+    fn taken(&self, slot: usize) -> &AtomicU64 {
+        &self.batches[slot * LINE + 2]
+    }
 
-    /// A place for a new batch, quiescent.
-    pub fn register(&self) -> Result<BatchSlot, FrameError> {
+    /// A place for a new batch, which is quiet, and the epoch from which on it looks at places.
+    pub fn register(&self) -> Result<(BatchSlot, u64), FrameError> {
         for slot in 0..BATCHES {
-            // Before the word, so that a drain that doesn't look here has read `high` before the first step.
+            // Before the word, so that a drain that doesn't look here has read `high` before the first look.
             let high = slot as u64 + 1;
             if self.shown(slot).peek() != FREE {
                 continue;
             }
             let _ = self.high.transit(|now| (now < high).then_some(high));
-            if self.shown(slot).cas(FREE, QUIET).is_ok() {
-                return Ok(BatchSlot(slot as u32));
+            let epoch = self.epoch.get();
+            if self.shown(slot).cas(FREE, epoch << 2 | QUIET).is_ok() {
+                self.gate(slot).plus(1);
+                return Ok((BatchSlot(slot as u32), epoch));
             }
         }
         Err(FrameError::TooManyBatches { max: BATCHES })
@@ -129,24 +147,28 @@ impl Quiescence {
     #[inline]
     pub fn enter(&self, slot: BatchSlot) -> Entered {
         let slot = slot.0 as usize;
-        let epoch = self.epoch.get();
-        if self.shown(slot).peek() == QUIET {
-            self.shown(slot).put(epoch << 2 | SHOWS);
+        let word = self.shown(slot);
+        let now = word.peek();
+        let mut stale = false;
+        if now & KIND == QUIET {
+            word.put(now & !KIND | SHOWS);
             self.gate(slot).plus(1);
+            stale = self.taken(slot).get() > now >> 2;
         }
-        Entered(epoch)
+        // After that: it is no less than what was taken.
+        Entered { epoch: self.epoch.get(), stale }
     }
 
-    /// The step has written its arrays: nothing older than its beginning is shown from now on.
+    /// The step has written its arrays: everything in them was read when at least `epoch` frames had been retired.
     #[inline]
-    pub fn step(&self, slot: BatchSlot, Entered(epoch): Entered) {
+    pub fn step(&self, slot: BatchSlot, epoch: u64) {
         self.shown(slot.0 as usize).put(epoch << 2 | SHOWS);
     }
 
-    /// A commit with nothing outstanding: the batch shows nothing until it enters again.
+    /// A commit with nothing outstanding: what the arrays show is read again by nobody before the next step.
     #[inline]
-    pub fn quiesce(&self, slot: BatchSlot) {
-        self.shown(slot.0 as usize).put(QUIET);
+    pub fn quiesce(&self, slot: BatchSlot, epoch: u64) {
+        self.shown(slot.0 as usize).put(epoch << 2 | QUIET);
     }
 
     /// A page has moved away from a frame: the frame waits here. To be called after the new location was stored.
@@ -159,13 +181,50 @@ impl Quiescence {
         self.waiting.plus(1);
     }
 
+    /// How many frames were ever retired.
+    pub fn epoch(&self) -> u64 {
+        self.epoch.get()
+    }
+
+    /// Have every batch look at its places anew, as after a move.
+    pub fn nudge(&self) {
+        self.epoch.plus(1);
+    }
+
     /// Release what nobody shows any more: how many frames. Never waits.
     pub fn drain(&self, arenas: &[Arena; TIERS]) -> usize {
+        self.drain_up_to(arenas, |slot| {
+            self.gate(slot).plus(0);
+            match self.shown(slot).get() {
+                FREE => u64::MAX,
+                word => word >> 2,
+            }
+        })
+    }
+
+    /// As [`Self::drain`], and what stands only in arrays that nobody reads before the next step: that one then costs its
+    /// batch a look at every place.
+    pub fn drain_quiet(&self, arenas: &[Arena; TIERS]) -> usize {
+        let epoch = self.epoch.get();
+        self.drain_up_to(arenas, |slot| {
+            let _ = self.taken(slot).transit(|taken| (taken < epoch).then_some(epoch));
+            self.gate(slot).plus(0);
+            match self.shown(slot).get() {
+                FREE => u64::MAX,
+                word if word & KIND == QUIET => (word >> 2).max(epoch),
+                word => word >> 2,
+            }
+        })
+    }
+
+    /// `shown`: up to which stamp frames are not shown by a batch.
+    fn drain_up_to(&self, arenas: &[Arena; TIERS], shown: impl FnMut(usize) -> u64) -> usize {
         if self.waiting.get() == 0 {
             return 0;
         }
         let Ok(mut limbo) = self.limbo.try_lock() else { return 0 };
-        let ripe = self.ripe();
+        let high = self.high.plus(0) as usize;
+        let ripe = (0..high).map(shown).min().unwrap_or(u64::MAX);
         let mut n = 0;
         while let Some(&Retired { tier, size, frame, stamp }) = limbo.front() {
             if stamp > ripe {
@@ -179,21 +238,6 @@ impl Quiescence {
         }
         self.waiting.minus(n as u64);
         n
-    }
-
-    /// The stamp up to which frames are shown by nobody.
-    fn ripe(&self) -> u64 {
-        let high = self.high.plus(0) as usize;
-        (0..high)
-            .map(|slot| {
-                self.gate(slot).plus(0);
-                match self.shown(slot).get() {
-                    FREE | QUIET => u64::MAX,
-                    word => word >> 2,
-                }
-            })
-            .min()
-            .unwrap_or(u64::MAX)
     }
 
     /// Frames of a tier and size in limbo: allocated, belonging to no page.

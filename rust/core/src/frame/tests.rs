@@ -342,36 +342,47 @@ fn limbo() {
     assert_eq!((quiescence.len(), quiescence.limbo().len()), (2, 2));
     assert_eq!((quiescence.frames(Tier::Host, A), quiescence.frames(Tier::Device, A)), (2, 0));
     assert_eq!(quiescence.drain(&arenas), 2);
-    let busy = quiescence.register().expect("room");
-    let idle = quiescence.register().expect("room");
+    let (busy, _) = quiescence.register().expect("room");
+    let (idle, _) = quiescence.register().expect("room");
+    let both = || (quiescence.drain(&arenas), quiescence.drain_quiet(&arenas));
     retire(1);
-    assert_eq!(quiescence.drain(&arenas), 1, "a registered batch is quiescent");
+    assert_eq!(both(), (0, 1), "both batches are quiet: only who is in need disturbs them");
+    // Whoever was disturbed looks at everything once.
+    for stale in [true, false] {
+        let entered = quiescence.enter(busy);
+        assert_eq!(entered, Entered { epoch: 3, stale });
+        quiescence.step(busy, entered.epoch);
+        quiescence.quiesce(busy, entered.epoch);
+    }
     // A step that began before holds it up, an idle batch doesn't.
     let entered = quiescence.enter(busy);
     retire(1);
-    assert_eq!(quiescence.drain(&arenas), 0);
-    quiescence.step(busy, entered);
-    assert_eq!(quiescence.drain(&arenas), 0, "the step may have read the old place");
+    assert_eq!(both(), (0, 0));
+    quiescence.step(busy, entered.epoch);
+    assert_eq!(both(), (0, 0), "the step may have read the old place");
     // The next step, although the first was not committed.
     let entered = quiescence.enter(busy);
-    assert_eq!(quiescence.drain(&arenas), 0, "its arrays are not written yet");
+    assert_eq!(both(), (0, 0), "its arrays are not written yet");
     retire(1);
-    quiescence.step(busy, entered);
-    assert_eq!(quiescence.drain(&arenas), 1);
+    quiescence.step(busy, entered.epoch);
+    assert_eq!(both(), (0, 1), "the idle one has looked at nothing since");
     assert_eq!(quiescence.len(), 1);
-    quiescence.quiesce(busy);
-    assert_eq!(quiescence.drain(&arenas), 1);
+    // Not yet looked at, with nothing outstanding.
+    quiescence.quiesce(busy, entered.epoch);
+    assert_eq!(both(), (0, 1));
     // A batch that goes away holds nothing.
     let entered = quiescence.enter(idle);
-    quiescence.step(idle, entered);
+    assert!(entered.stale && quiescence.enter(busy).stale);
+    quiescence.step(idle, entered.epoch);
     retire(3);
-    assert_eq!(quiescence.drain(&arenas), 0);
+    quiescence.step(busy, quiescence.enter(busy).epoch);
+    assert_eq!(both(), (0, 0));
     quiescence.leave(idle);
-    assert_eq!(quiescence.drain(&arenas), 3);
+    assert_eq!(both(), (3, 0), "the other one has looked at everything since");
     assert!(quiescence.is_empty());
     assert_eq!(arenas[1].free_bytes(), arenas[1].capacity_bytes());
     assert_eq!((quiescence.frames(Tier::Host, A), arenas[1].faults()), (0, 0));
-    assert_eq!(quiescence.register(), Ok(idle), "its place is given again");
+    assert_eq!(quiescence.register().map(|r| r.0), Ok(idle), "its place is given again");
     while quiescence.register().is_ok() {}
     assert_eq!(quiescence.register(), Err(FrameError::TooManyBatches { max: 1024 }));
 }

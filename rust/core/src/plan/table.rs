@@ -21,7 +21,7 @@ use crate::{
     pool::Pool,
     sync::{Atom, AtomicU64, Mutex, MutexGuard, lock},
     word::{
-        TIERS,
+        ExtentId, TIERS, Tier,
         plan::{MAX_MOVES, PlanWord, State},
     },
 };
@@ -102,6 +102,8 @@ struct Table {
     open: BTreeMap<PlanId, (u64, Entry)>,
     by_deadline: BTreeSet<(u64, PlanId)>,
     ended: VecDeque<(PlanId, State)>,
+    /// Extents that drain on behind their plan's end, and until when.
+    lingering: Vec<(u64, Tier, ExtentId)>,
     made: u64,
 }
 
@@ -197,12 +199,30 @@ impl Plans {
         self.next_deadline.get() <= now_ms
     }
 
-    /// The plans whose time has come, earliest first; they don't come up again. Never waits.
-    pub(super) fn due(&self, now_ms: u64) -> Vec<Entry> {
+    /// Let extents drain until a deadline, behind the end of their plan.
+    pub(crate) fn linger(&self, deadline: u64, tier: Tier, extents: &[ExtentId]) {
+        let mut table = self.lock();
+        table.lingering.extend(extents.iter().map(|&extent| (deadline, tier, extent)));
+        self.show_deadline(&table);
+    }
+
+    /// The extents that drain behind their plan's end.
+    pub(crate) fn lingering(&self, tier: Tier) -> Vec<ExtentId> {
+        self.lock().lingering.iter().filter(|l| l.1 == tier).map(|l| l.2).collect()
+    }
+
+    /// Another plan empties these extents now.
+    pub(crate) fn forget_lingering(&self, tier: Tier, extents: &[ExtentId]) {
+        self.lock().lingering.retain(|(_, at, extent)| *at != tier || !extents.contains(extent));
+    }
+
+    /// The plans whose time has come, earliest first, and the extents that have drained for long enough; they don't come up
+    /// again. Never waits.
+    pub(super) fn due(&self, now_ms: u64) -> (Vec<Entry>, Vec<(Tier, ExtentId)>) {
         let mut table = match self.table.try_lock() {
             Ok(table) => table,
             Err(TryLockError::Poisoned(table)) => table.into_inner(),
-            Err(TryLockError::WouldBlock) => return Vec::new(),
+            Err(TryLockError::WouldBlock) => return Default::default(),
         };
         let mut due = Vec::new();
         while let Some(&(at, id)) = table.by_deadline.first()
@@ -211,8 +231,15 @@ impl Plans {
             table.by_deadline.pop_first();
             due.extend(table.open.get(&id).map(|(_, entry)| entry.clone()));
         }
+        let mut drains = Vec::new();
+        table.lingering.retain(|&(at, tier, extent)| {
+            if at <= now_ms {
+                drains.push((tier, extent));
+            }
+            at > now_ms
+        });
         self.show_deadline(&table);
-        due
+        (due, drains)
     }
 
     /// Its last move is over.
@@ -243,7 +270,9 @@ impl Plans {
 
     /// Under the mutex, so that it follows the table.
     fn show_deadline(&self, table: &Table) {
-        self.next_deadline.put(table.by_deadline.first().map_or(NEVER, |&(at, _)| at));
+        let plans = table.by_deadline.first().map_or(NEVER, |&(at, _)| at);
+        let drains = table.lingering.iter().map(|&(at, ..)| at).min().unwrap_or(NEVER);
+        self.next_deadline.put(plans.min(drains));
     }
 }
 

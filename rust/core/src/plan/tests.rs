@@ -50,10 +50,10 @@ impl World {
     }
 
     fn build(&self, ttl: u64) -> Plan {
-        let mut plan = Plan::new(Kind::Rebalance, TenantId(0), 0);
-        plan.moves = self.pages.iter().map(|&page| a_move(&self.pool, page)).collect();
-        let entry = self.pool.open_plan(plan, ttl, vec![Box::new(self.told.clone())]);
-        entry.plan().clone()
+        let mut draft = Draft::new(Kind::Rebalance, TenantId(0), 0);
+        draft.plan.moves = self.pages.iter().map(|&page| a_move(&self.pool, page)).collect();
+        draft.endings.push(Box::new(self.told.clone()));
+        self.pool.open_draft(LANE, draft, ttl, false)
     }
 
     fn frames(&self) -> Vec<FrameId> {

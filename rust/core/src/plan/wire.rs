@@ -11,7 +11,7 @@ use super::{Fate, Fault, Kind, Move, Plan, PlanId, Rungs, TakenRow, Victim};
 use crate::word::{PageRef, TenantId, page::Location};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"kvplan\0\x01");
-const WORDS: usize = 20;
+const WORDS: usize = 21;
 const MOVE: usize = 4;
 const VICTIM: usize = 6;
 const UNKNOWN: u64 = u64::MAX;
@@ -41,6 +41,7 @@ impl Plan {
             self.shared,
             self.pinned,
             self.shortfall,
+            self.emptied,
             self.copied[0],
             self.copied[1],
             self.copy_ns.unwrap_or(UNKNOWN),
@@ -81,7 +82,7 @@ impl Plan {
             return Err(Fault::Altered("the checksum differs: something was altered on the way"));
         }
         // As it was written: what follows only guards against a writer of another mind.
-        let (moves, victims) = (words[17], words[18]);
+        let (moves, victims) = (words[18], words[19]);
         let length = moves.checked_mul(MOVE as u64).zip(victims.checked_mul(VICTIM as u64));
         let length = length.and_then(|(m, v)| m.checked_add(v)).and_then(|n| n.checked_add(WORDS as u64));
         if length != Some(words.len() as u64) {
@@ -126,8 +127,9 @@ impl Plan {
             shared: words[11],
             pinned: words[12],
             shortfall: words[13],
-            copied: [words[14], words[15]],
-            copy_ns: Some(words[16]).filter(|&ns| ns != UNKNOWN),
+            emptied: words[14],
+            copied: [words[15], words[16]],
+            copy_ns: Some(words[17]).filter(|&ns| ns != UNKNOWN),
             moves: moves.chunks(MOVE).map(each_move).collect::<Result<_, _>>()?,
             victims: victims.chunks(VICTIM).map(victim).collect::<Result<_, _>>()?,
         })

@@ -467,9 +467,9 @@ fn rows_are_taken_as_remove_takes_them() {
     assert_eq!((mine.rows(), sequences[0].counts().expect("free").written), (Ok(2), 6));
     // Frames that the step may still use come back when it is over.
     commit(&pool, &out);
-    assert_eq!(pool.quiescence.drain(&pool.arenas), 0, "the step is under way");
+    assert_eq!(pool.quiescence.drain_quiet(&pool.arenas), 0, "the step is under way");
     mine.commit(Some(&[2, 2, 2])).expect("a step waits");
-    assert_eq!(pool.quiescence.drain(&pool.arenas), 2);
+    assert_eq!(pool.quiescence.drain_quiet(&pool.arenas), 2);
     let out = pool.suspend(&sequences[1], Wish::Swap, Some(&mine), TTL, false).expect("it runs");
     assert_eq!(out.0.victims[0].row, Some(TakenRow { row: 1, moved: None }));
     pool.abort_plan(&out.0).expect("open");

@@ -516,13 +516,24 @@ impl Body {
             if Some(g) != anchor && !pool.is_state(g) && page >= table.start {
                 let at = table.pages[page as usize];
                 // What can't be listed costs later hits, nothing else.
-                let _ = pool.publish(lane, at, g, &names(g, others, Chained::default()), proven, news);
+                if pool.publish(lane, at, g, &names(g, others, Chained::default()), proven, news).is_none() {
+                    // It is full all the same.
+                    pool.pages.clear_open(at.id);
+                }
                 self.protect(pool, at);
             }
         }
         self.parent = Some(next);
         self.published += 1;
         true
+    }
+
+    /// The pages that steps of a batch may write to: what is published does not change any more.
+    pub(crate) fn unsettled(&self, pool: &Pool) -> impl Iterator<Item = PageRef> {
+        let settled = |g: usize| if pool.is_state(GroupId(g as u8)) { 0 } else { self.published };
+        self.tables.iter().enumerate().flat_map(move |(g, table)| {
+            table.pages.iter().skip(settled(g).max(table.start) as usize).copied()
+        })
     }
 
     fn protect(&self, pool: &Pool, page: PageRef) {
@@ -681,6 +692,10 @@ impl Body {
             }
         }
         self.shared_tail = true;
+        if self.slots == self.written {
+            // Both ask before they write to what they share now.
+            self.unsettled(pool).for_each(|page| pool.pages.clear_open(page.id));
+        }
         pool.sequences[self.tenant.as_usize()].plus(1);
         let born = pool.next_turn();
         Ok(Self {

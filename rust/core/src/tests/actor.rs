@@ -301,8 +301,10 @@ impl World {
                 if let Some(id) = rows.get(row) {
                     let model = &self.sequences[id];
                     let (start, pages) = model.handle.pages(group).expect("nobody uses it");
-                    for (entry, (_, frame)) in expected[start as usize..].iter_mut().zip(pages) {
-                        *entry = frame.0 as i32;
+                    for ((entry, shown), (_, frame)) in
+                        expected[start as usize..].iter_mut().zip(&table[start as usize..]).zip(pages)
+                    {
+                        *entry = if self.shows(group, *shown, frame) { *shown } else { frame.0 as i32 };
                     }
                     slots.extend((model.slots()..model.slots() + counts[row]).map(|p| {
                         i64::from(table[(p / PAGE) as usize]) * i64::from(PAGE) + i64::from(p % PAGE)
@@ -317,6 +319,15 @@ impl World {
                 assert!(slot_mapping[total..].iter().all(|&s| s == -1));
             }
         }
+    }
+
+    /// Whether an entry of a block table is as good as the frame in which its page lies: the page has left it, nobody
+    /// else has it, and it says the same.
+    fn shows(&self, group: GroupId, entry: i32, frame: FrameId) -> bool {
+        let size = self.pool.classes[self.pool.groups[group.as_usize()].class.as_usize()].size;
+        let old = FrameId(entry as u32);
+        let kept = self.pool.quiescence.limbo().iter().any(|r| (r.size, r.frame) == (size, old));
+        kept && self.device.same(group, old, frame)
     }
 
     /// The device computes `count` tokens of a row.
@@ -476,7 +487,7 @@ impl World {
         let (_, pages) = self.sequences[&id].handle.pages(group).expect("nobody uses it");
         let Some(&(page, at)) = pages.get(n % pages.len().max(1)) else { return };
         let device = &mut self.device;
-        let moved = self.pool.relocate(page, |from, to| {
+        let moved = build::relocate(&self.pool, page, |from, to| {
             assert_eq!(from, at);
             device.copy(group, from, to);
         });

@@ -7,9 +7,11 @@ use crate::{
     batch::Batch,
     hash::Secret,
     ledger::{Policy, ROOT},
+    plan::{Draft, Kind, Move},
     pool::{Options, Pool},
+    rebalance::Lease,
     spec::{Dtype, GroupKind, GroupSpec, Layout, Spec},
-    word::{TenantId, Tier, Units},
+    word::{FrameId, Lane, PageRef, TenantId, Tier, Units, page::Location},
 };
 
 /// Tokens of a page.
@@ -102,6 +104,24 @@ pub(crate) fn batch(pool: &Arc<Pool>, rows: usize, tokens: u32) -> Batch {
     Batch::new(pool, shape, Box::new(Owned::new(shape, pool.spec().groups().len()))).expect("a batch")
 }
 
+/// Move a page to another frame of its size, by a plan of its own: `copy` has done the copy when it returns. `None`: it can't
+/// be moved now.
+pub(crate) fn relocate(pool: &Pool, page: PageRef, copy: impl FnOnce(FrameId, FrameId)) -> Option<FrameId> {
+    let lane = Lane(3);
+    let Lease::Got(m) = pool.lease_to_move(page.id) else { return None };
+    let size = pool.classes[m.from.class().as_usize()].size;
+    let mut frame = Vec::new();
+    if m.page != page || pool.arena(Tier::Device).claim(size, lane, 1, &mut frame) == 0 {
+        pool.unlease(lane, m.page);
+        return None;
+    }
+    let mut draft = Draft::new(Kind::Rebalance, ROOT, 0);
+    draft.plan.moves.push(Move { to: Location::new(Tier::Device, m.from.class(), frame[0]), ..m });
+    let plan = pool.open_draft(lane, draft, 1000, false);
+    copy(m.from.frame(), frame[0]);
+    (pool.commit_plan(&plan).expect("open").moved == 1).then(|| frame[0])
+}
+
 /// The books stand still and balance.
 #[track_caller]
 pub(crate) fn green(pool: &Pool) {
@@ -120,7 +140,7 @@ pub(crate) fn empty(pool: &Pool) {
         assert_eq!(pool.ledger().usage(Tier::Device, tenant).promised, Units(0));
     }
     pool.reset_prefix_cache().expect("nothing is held");
-    pool.quiescence.drain(&pool.arenas);
+    pool.quiescence.drain_quiet(&pool.arenas);
     green(pool);
     for tier in Tier::ALL {
         let balance = pool.audit().balance[tier.as_usize()];

@@ -107,6 +107,13 @@ impl Device {
         }
     }
 
+    /// Whether two frames say the same.
+    pub(super) fn same(&self, group: GroupId, a: FrameId, b: FrameId) -> bool {
+        let of =
+            |frame| self.frames.get(&self.start(group, frame)).filter(|f| f.group == group).map(|f| &f.cells);
+        of(a) == of(b)
+    }
+
     /// What stands in a slot, and whether its step was committed.
     pub(super) fn read(&self, group: GroupId, frame: FrameId, at: u32) -> Option<(Content, bool)> {
         let frame = self.frames.get(&self.start(group, frame)).filter(|f| f.group == group)?;

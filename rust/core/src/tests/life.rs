@@ -1,6 +1,6 @@
 //! One thread, one thing at a time: what a scheduler does.
 
-use super::build::{batch, empty, green, plain_tenant, pool, spec, specs, tenant};
+use super::build::{batch, empty, green, plain_tenant, pool, relocate, spec, specs, tenant};
 use crate::{
     face::Pages,
     ledger::Policy,
@@ -57,14 +57,17 @@ fn a_scheduler_goes_about_its_work() {
 fn a_moved_page_is_shown_by_the_next_step_and_its_old_frame_waits() {
     let pool = pool(spec(&[(GroupKind::Full, 1)]), 10);
     let t = plain_tenant(&pool, "acme");
-    let seq = pool.open(t, Open { tokens: (0..10).collect(), ..Open::default() }).expect("open");
+    let seq = pool.open(t, Open { tokens: (0..9).collect(), ..Open::default() }).expect("open");
     let b = batch(&pool, 2, 40);
     b.add(&seq).expect("row");
     b.step(None, None, |_| ()).expect("step");
     let (_, pages) = seq.pages(GroupId(0)).expect("pages");
     let (page, from) = pages[1];
+    assert_eq!(relocate(&pool, page, |_, _| ()), None, "the step may write to it");
+    b.commit(Some(&[1])).expect("commit");
+    b.step(None, None, |_| ()).expect("step");
     let mut copied = None;
-    let to = pool.relocate(page, |from, to| copied = Some((from, to))).expect("a frame is free");
+    let to = relocate(&pool, page, |from, to| copied = Some((from, to))).expect("a frame is free");
     assert_eq!(copied, Some((from, to)));
     // The step that is outstanding still shows the old frame, so it is neither free nor a page's.
     assert_eq!(pool.audit().balance[0].in_flight, pool.spec().sizes()[0]);
@@ -77,7 +80,9 @@ fn a_moved_page_is_shown_by_the_next_step_and_its_old_frame_waits() {
     green(&pool);
     // Let go while a copy uses it: the end of the lease frees it.
     let page = seq.pages(GroupId(0)).expect("pages").1[2].0;
-    let moved = pool.relocate(page, |_, _| seq.close().expect("closes"));
+    assert_eq!(relocate(&pool, page, |_, _| ()), None, "the next step writes to it");
+    b.remove(&seq).expect("it has a row");
+    let moved = relocate(&pool, page, |_, _| seq.close().expect("closes"));
     assert!(moved.is_some());
     pool.quiescence.drain(&pool.arenas);
     green(&pool);

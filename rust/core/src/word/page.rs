@@ -443,7 +443,7 @@ impl std::fmt::Debug for PageWord {
 /// | 40-41 | tier |
 /// | 42 | set in every location, so that 0 is "nowhere" |
 /// | 43 | `OPEN`: it stands in a row of a batch, whose steps write into this frame until the page is published |
-/// | 44 | `OUTSIDE`: an engine with tables of its own was told this frame, and uses it while it holds the page |
+/// | 44 | `OUTSIDE`: an engine with tables of its own was told this frame, and may come back to it while the page lives |
 ///
 /// Both belong to the frame and not to the page: a move stores a location without them, by compare-exchange on the one
 /// it began with. So whoever sets one before that keeps the page where it is, and whoever comes after sees the new frame.

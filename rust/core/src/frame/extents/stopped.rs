@@ -101,7 +101,7 @@ fn an_extent_that_went_back_before_the_list() {
     assert_eq!(claim(&it, A, 0, 1), 1);
     assert_eq!(claim(&it, B, 1, 1), 0, "and it left the arena's list");
     it.clear(0, A, 0, 1);
-    let next = it.read(0).release(A, 1, 4, true).expect("allocated");
+    let next = it.read(0).release(A, 1, 4, true, 0).expect("allocated");
     it.word(0).put(next.0);
     // It still stands in A's list: whoever looks there brings it where it belongs.
     assert_eq!(claim(&it, A, 2, 1), 1);
