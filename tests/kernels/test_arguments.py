@@ -115,6 +115,10 @@ PAGES = torch.zeros(8, 512, dtype=torch.uint8)
     [
         (lambda: copy_pages(PAGES, [1], [8]), r"destinations\[0\] is frame 8, but there are 8"),
         (lambda: copy_pages(PAGES, [1, -1, -2], [2, 3, 4]), r"sources\[1\] is frame -1.*\(2 such numbers\)"),
+        (
+            lambda: copy_pages(PAGES, torch.ones(1, device="meta"), [3]),
+            "sources: are on meta, the pages on cpu",
+        ),
         (lambda: copy_pages(PAGES, [1, 2], [3]), "2 sources, but 1 destinations"),
         (lambda: copy_pages(PAGES, [1, 2], [3, 3]), "frame 3 is a destination twice"),
         (lambda: copy_pages(PAGES, [1, 2], [3, 1]), "frame 1 is a source and a destination"),
@@ -145,6 +149,8 @@ def test_conversions_refuse():
     small, _ = page_major(torch.int8, 3, 16, 2, 16, 16)
     with pytest.raises(kvalloc.InvalidArgument, match=r"targets\[0\] is frame 3, but there are 3"):
         convert_pages(big, [3], small, [3])
+    with pytest.raises(kvalloc.InvalidArgument, match="frame 1 is a destination twice"):
+        convert_pages(big, [1, 2], small, [1, 1])
     with pytest.raises(kvalloc.InvalidArgument, match="2 sources, but 1 targets"):
         convert_pages(big, [1, 2], small, [1])
     with pytest.raises(kvalloc.InvalidArgument, match=r"target.k: int8 pages need scales"):

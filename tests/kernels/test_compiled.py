@@ -16,13 +16,14 @@ from ahead_of_time import CARDS, LAUNCHES, compiled
 
 pytestmark = [triton_cases.compiled, *triton_cases.quiet]
 
-# The most registers a thread may have. 168: three programs of 128 threads on a multiprocessor.
+# The most registers a thread may have. 168 lets three programs of 128 threads onto a multiprocessor, 240 two
+# of them, or one of 256.
 REGISTERS = {
     "decode": 168,
-    "decode int8": 232,
-    "decode fp8": 232,
-    "decode bf16 latent": 232,
-    "decode fp8 latent": 240,
+    "decode int8": 240,
+    "decode fp8": 240,
+    "decode bf16 + int8": 240,
+    "decode bf16 latent": 240,
     "merge": 64,
     "write": 64,
     "quantise": 128,
@@ -51,23 +52,22 @@ def cap(name, kernel):
 
 @pytest.mark.parametrize("arch", CARDS)
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_what_the_compiler_makes(made, name, arch, record_property):
-    kernels = made[name, arch].result(timeout=280)
-    for kernel in kernels:
-        record_property(kernel.kernel, str(kernel))
-        print(f"{name}, sm_{arch}: {kernel}")
+def test_what_the_compiler_makes(made, name, arch):
+    card = CARDS[arch]
+    for kernel in made[name, arch].result(timeout=280):
+        print(f"{name}, sm_{arch}: {kernel}")  # pytest -s shows all figures
         assert kernel.spills == 0
         assert kernel.registers <= cap(name, kernel.kernel)
-        assert kernel.shared <= CARDS[arch].shared
-        if kernel.kernel != "_attend":  # a logarithm there flushes; reading fp8 must not
-            assert kernel.flushes == 0
+        assert kernel.shared <= card.shared
         if kernel.kernel == "_attend":
             assert kernel.wide_copies > 0
             assert kernel.tensor_cores > 0 or "fp32" in name
             if "latent" not in name:  # two programs of 128 threads on a multiprocessor
-                assert kernel.shared <= CARDS[arch].shared // 2
-        if name in ("copy", "gather"):
-            assert kernel.wide_loads >= 4
-            assert kernel.wide_stores >= 4
+                assert kernel.shared <= card.shared // 2
+        else:  # a logarithm flushes in `_attend`; reading and writing fp8 must not
+            assert kernel.flushes == 0
         if kernel.kernel in ("_write", "_convert"):
             assert kernel.wide_loads > 0
+        if kernel.kernel == "_copy_rows":
+            assert kernel.wide_loads >= 4
+            assert kernel.wide_stores >= 4

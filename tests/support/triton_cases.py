@@ -70,6 +70,13 @@ def get(values, scale, frames, within):
     return reference.dequantise(values[frames, within], None if scale is None else scale[frames, within])
 
 
+def on_cpu(value):
+    """A tensor, or pages, on the CPU; anything else as it is."""
+    if isinstance(value, Pages):
+        return Pages(*map(on_cpu, value))
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
 @dataclass
 class Case:
     """A decode step."""
@@ -143,9 +150,9 @@ class Case:
         return self
 
     def expected(self):
-        """What the reference gives."""
-        kwargs = {name: value for name, value in self.kwargs.items() if name != "num_splits"}
-        return reference.paged_attention(*self.args, **kwargs)
+        """What the reference gives, on the CPU."""
+        kwargs = {name: on_cpu(value) for name, value in self.kwargs.items() if name != "num_splits"}
+        return reference.paged_attention(*map(on_cpu, self.args), **kwargs)
 
     def check(self, paged_decode):
         """Run and compare; rows of length 0 must be exactly zero."""

@@ -17,7 +17,7 @@ import torch
 from kvalloc.errors import InvalidArgument
 from kvalloc.typing import Int32s
 
-__all__ = ["DEBUG", "frames", "int_tensor", "same_device", "shape", "slots", "strides", "table"]
+__all__ = ["DEBUG", "disjoint", "frames", "int_tensor", "same_device", "shape", "slots", "strides", "table"]
 
 DEBUG = os.environ.get("KVALLOC_DEBUG_KERNELS", "0").lower() in ("1", "true", "on")
 
@@ -107,7 +107,9 @@ def frames(name: str, numbers: Int32s | torch.Tensor, count: int, device: torch.
     InvalidArgument
         If a number is out of range; on the device in debug mode only.
     """
-    if isinstance(numbers, torch.Tensor) and numbers.device == device and device.type != "cpu":
+    if isinstance(numbers, torch.Tensor) and not numbers.is_cpu:
+        if numbers.device != device:
+            raise InvalidArgument(f"{name}: are on {numbers.device}, the pages on {device}")
         if numbers.dtype not in (torch.int32, torch.int64) or numbers.dim() != 1:
             raise InvalidArgument(
                 f"{name}: must be int32 or int64 [n], got {numbers.dtype} {list(numbers.shape)}"
@@ -122,7 +124,7 @@ def frames(name: str, numbers: Int32s | torch.Tensor, count: int, device: torch.
         )
     host = host.astype(np.int64, copy=False)
     _in_range(name, host, count)
-    return torch.from_numpy(np.ascontiguousarray(host)).to(device)
+    return torch.tensor(host, device=device)
 
 
 def _in_range(name: str, numbers: np.ndarray, count: int) -> None:
@@ -134,6 +136,28 @@ def _in_range(name: str, numbers: np.ndarray, count: int) -> None:
         )
         error.given = int(numbers[bad[0]])
         raise error
+
+
+def disjoint(destinations: Int32s | torch.Tensor, sources: Int32s | torch.Tensor = ()) -> None:
+    """Check that no frame is a destination twice, or a destination and a source: copies happen in no order.
+
+    Raises
+    ------
+    InvalidArgument
+        If one is; for tensors on the device in debug mode only.
+    """
+    if not DEBUG and any(isinstance(n, torch.Tensor) and not n.is_cpu for n in (destinations, sources)):
+        return
+    into, out = (
+        n.cpu().numpy() if isinstance(n, torch.Tensor) else np.asarray(n) for n in (destinations, sources)
+    )
+    seen, counts = np.unique(into, return_counts=True)
+    both = np.intersect1d(seen, out)
+    for bad, what in [(seen[counts > 1], "a destination twice"), (both, "a source and a destination")]:
+        if bad.size:
+            raise InvalidArgument(
+                f"frame {bad[0]} is {what}: the copies happen in no order, split them into two calls"
+            )
 
 
 def slots(slot_mapping: torch.Tensor, frame_count: int, page_tokens: int) -> None:

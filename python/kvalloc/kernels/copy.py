@@ -6,14 +6,13 @@ over the host link; these kernels serve lists of frames that lie anywhere, at th
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels import check
-from kvalloc.kernels.device import card_of
+from kvalloc.kernels.device import card_of, current
 
 if TYPE_CHECKING:
     from kvalloc.typing import Int32s
@@ -64,9 +63,17 @@ def _copy(
 ) -> None:
     words = source.shape[1]
     if count and words:
-        _copy_rows[(count, triton.cdiv(words, _BLOCK))](
-            source, target, source_rows, target_rows, source.stride(0), target.stride(0), words, BLOCK=_BLOCK
-        )
+        with current(source):
+            _copy_rows[(count, triton.cdiv(words, _BLOCK))](
+                source,
+                target,
+                source_rows,
+                target_rows,
+                source.stride(0),
+                target.stride(0),
+                words,
+                BLOCK=_BLOCK,
+            )
 
 
 def copy_pages(
@@ -88,10 +95,6 @@ def copy_pages(
     InvalidArgument
         If a number is out of range or a destination stands for two things: always for lists and host arrays,
         in debug mode (`kvalloc.kernels.check`) for tensors on the device. Nothing was copied.
-
-    Examples
-    --------
-    >>> copy_pages(store.page_bytes_view(0), [3, 4], [7, 9])  # doctest: +SKIP
     """
     card_of(pages)
     words = _words("pages", pages)
@@ -99,22 +102,8 @@ def copy_pages(
     target_rows = check.frames("destinations", destinations, pages.shape[0], pages.device)
     if len(source_rows) != len(target_rows):
         raise InvalidArgument(f"{len(source_rows)} sources, but {len(target_rows)} destinations")
-    on_host = not (isinstance(sources, torch.Tensor) or isinstance(destinations, torch.Tensor))
-    if on_host or check.DEBUG:
-        _disjoint(source_rows.cpu().numpy(), target_rows.cpu().numpy())
+    check.disjoint(destinations, sources)
     _copy(words, words, source_rows, target_rows, len(source_rows))
-
-
-def _disjoint(sources: np.ndarray, destinations: np.ndarray) -> None:
-    seen, counts = np.unique(destinations, return_counts=True)
-    for numbers, what in [
-        (seen[counts > 1], "a destination twice"),
-        (np.intersect1d(seen, sources), "a source and a destination"),
-    ]:
-        if numbers.size:
-            raise InvalidArgument(
-                f"frame {numbers[0]} is {what}: the copies happen in no order, split them into two calls"
-            )
 
 
 def gather_pages(
@@ -171,8 +160,7 @@ def scatter_pages(staging: torch.Tensor, frames: "Int32s | torch.Tensor", pages:
     card_of(pages)
     words = _words("pages", pages)
     rows = check.frames("frames", frames, pages.shape[0], pages.device)
-    if not isinstance(frames, torch.Tensor) or check.DEBUG:
-        _disjoint(np.empty(0, np.int64), rows.cpu().numpy())
+    check.disjoint(frames)
     _copy(_staging("staging", staging, len(rows), pages), words, None, rows, len(rows))
 
 

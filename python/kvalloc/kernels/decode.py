@@ -22,7 +22,7 @@ import triton.language as tl
 
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels import check
-from kvalloc.kernels.device import INTERPRETED, Card, card_of
+from kvalloc.kernels.device import INTERPRETED, Card, card_of, current
 from kvalloc.kernels.values import check_scales, raw, split_dim, stored_values
 
 __all__ = ["MAX_SPLITS", "Pages", "choose_splits", "paged_decode"]
@@ -282,7 +282,8 @@ def choose_splits(programs: int, max_len: int, mean_len: float, tokens: int, sms
 
     Examples
     --------
-    >>> [choose_splits(n * 8, 32_768, 32_768, 64, sms=132) for n in (1, 16, 128)]  # doctest: +SKIP
+    >>> from kvalloc.kernels.decode import choose_splits
+    >>> [choose_splits(n * 8, 32_768, 32_768, 64, sms=132) for n in (1, 16, 128)]
     [64, 5, 1]
     """
     stretch = max(2 * tokens, math.ceil(programs * mean_len / (4 * sms)))
@@ -366,10 +367,6 @@ def paged_decode(
     InvalidArgument
         If tensors don't fit each other; in debug mode (`kvalloc.kernels.check`) also for page numbers out of
         range.
-
-    Examples
-    --------
-    >>> out = paged_decode(q, k, v, table, lens, scale=128**-0.5)  # doctest: +SKIP
     """
     card = card_of(q)
     main = Pages(k, v, k_scale, v_scale)
@@ -411,18 +408,19 @@ def paged_decode(
     direct = slots == 1
     parts = None if direct else q.new_empty(rows, heads, slots, v_dim, dtype=torch.float32)
     logs = None if direct else q.new_empty(rows, heads, slots, dtype=torch.float32)
-    for index, pages in enumerate(classes):
-        _launch(
-            card, q, pages, block_table, seq_lens, sinks, out, parts, logs, v_dim, num_splits,
-            scale=scale, slot0=index * num_splits, slots=slots, window=window or 0, chunk=chunk or 0,
-            soft_cap=soft_cap or 0.0, which=index + 1 if small else 0,
-        )  # fmt: skip
-    if not direct:
-        block_v = min(64, triton.next_power_of_2(v_dim))
-        _merge[(rows * heads, triton.cdiv(v_dim, block_v))](
-            parts, logs, sinks, out, slots, out.stride(0), out.stride(1),
-            HEADS=heads, V=v_dim, BLOCK_S=triton.next_power_of_2(slots), BLOCK_V=block_v,
-        )  # fmt: skip
+    with current(q):
+        for index, pages in enumerate(classes):
+            _launch(
+                card, q, pages, block_table, seq_lens, sinks, out, parts, logs, v_dim, num_splits,
+                scale=scale, slot0=index * num_splits, slots=slots, window=window or 0, chunk=chunk or 0,
+                soft_cap=soft_cap or 0.0, which=index + 1 if small else 0,
+            )  # fmt: skip
+        if not direct:
+            block_v = min(64, triton.next_power_of_2(v_dim))
+            _merge[(rows * heads, triton.cdiv(v_dim, block_v))](
+                parts, logs, sinks, out, slots, out.stride(0), out.stride(1),
+                HEADS=heads, V=v_dim, BLOCK_S=triton.next_power_of_2(slots), BLOCK_V=block_v,
+            )  # fmt: skip
     return out
 
 

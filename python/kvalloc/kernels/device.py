@@ -2,6 +2,7 @@
 
 import functools
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ import triton
 
 from kvalloc.errors import InvalidArgument
 
-__all__ = ["INTERPRETED", "Card", "card_of"]
+__all__ = ["INTERPRETED", "Card", "card_of", "current"]
 
 # Triton decides at import, by the same variable, whether kernels are compiled or interpreted on the CPU.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
@@ -35,8 +36,11 @@ class Card:
 
     @property
     def fp8(self) -> bool:
-        """Whether the card converts fp8 itself; before 8.9 it is done bit by bit."""
-        return self.arch >= 89
+        """Whether the card converts fp8 itself; before 9.0 it is done bit by bit.
+
+        8.9 could, but not to bfloat16 with every version of the compiler.
+        """
+        return self.arch >= 90
 
 
 # Stands in for a card when kernels are interpreted: few multiprocessors, so that tiny shapes are split too,
@@ -76,3 +80,18 @@ def card_of(tensor: torch.Tensor) -> Card:
         f"the Triton kernels need tensors on a CUDA device, these are on {tensor.device}; on the CPU use "
         "kvalloc.kernels.reference or a TorchStore with device='cpu'"
     )
+
+
+def current(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Make a tensor's card the current one, which is where Triton launches.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any that `card_of` accepts.
+
+    Returns
+    -------
+    context manager
+    """
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

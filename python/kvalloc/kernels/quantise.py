@@ -9,7 +9,7 @@ import triton.language as tl
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels import check
 from kvalloc.kernels.decode import Pages
-from kvalloc.kernels.device import card_of
+from kvalloc.kernels.device import card_of, current
 from kvalloc.kernels.values import check_scales, raw, store_values, stored_values
 
 if TYPE_CHECKING:
@@ -68,10 +68,6 @@ def convert_pages(
     InvalidArgument
         If the classes don't fit each other, or a frame number is out of range: always for lists and host
         arrays, in debug mode (`kvalloc.kernels.check`) for tensors on the device. Nothing was written.
-
-    Examples
-    --------
-    >>> convert_pages(store.views(0), [3, 4], store.views(0, small=True), [7, 9])  # doctest: +SKIP
     """
     card_of(source.k)
     check.shape("source.k", source.k, ["frames", "page_tokens", "kv_heads", "k_dim"])
@@ -94,14 +90,17 @@ def convert_pages(
     to_rows = check.frames("targets", targets, target.k.shape[0], source.k.device)
     if len(from_rows) != len(to_rows):
         raise InvalidArgument(f"{len(from_rows)} sources, but {len(to_rows)} targets")
+    check.disjoint(targets)
     if not len(from_rows):
         return
     for _, old, new, old_scale, new_scale in planes:
         _, page_tokens, heads, dim = old.shape
         block_d = triton.next_power_of_2(dim)
         block = min(triton.next_power_of_2(page_tokens * heads), max(1, 4096 // block_d))
-        _convert[(len(from_rows), triton.cdiv(page_tokens * heads, block))](
-            raw(old), raw(new), old_scale, new_scale, from_rows, to_rows,
-            *check.strides(old), *check.strides(new), *check.strides(old_scale), *check.strides(new_scale),
-            PAGE_TOKENS=page_tokens, HEADS=heads, DIM=dim, BLOCK=block, BLOCK_D=block_d,
-        )  # fmt: skip
+        with current(old):
+            _convert[(len(from_rows), triton.cdiv(page_tokens * heads, block))](
+                raw(old), raw(new), old_scale, new_scale, from_rows, to_rows,
+                *check.strides(old), *check.strides(new),
+                *check.strides(old_scale), *check.strides(new_scale),
+                PAGE_TOKENS=page_tokens, HEADS=heads, DIM=dim, BLOCK=block, BLOCK_D=block_d,
+            )  # fmt: skip

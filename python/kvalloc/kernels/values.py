@@ -1,6 +1,6 @@
 """How values are stored: fp8 (e4m3), and int8 with a float16 scale per token and KV head.
 
-In kernels an fp8 tensor shows either its own type, where the card converts it (8.9 and later), or its bits as
+In kernels an fp8 tensor shows either its own type, where the card converts it (9.0 and later), or its bits as
 uint8, which the functions here take apart; both give the same numbers. Values beyond 448 are stored as 448
 (e4m3 has no infinity), NaN stays NaN. An int8 scale is the largest magnitude of a token's head, over 127, as
 float16 (at most 65,504); NaN there makes the scale NaN, so that it is not hidden.
@@ -58,7 +58,8 @@ def split_dim(dim: int, first: int | None = None) -> tuple[int, int, int, int]:
 
     Examples
     --------
-    >>> [split_dim(dim) for dim in (128, 576, 96, 8)]  # doctest: +SKIP
+    >>> from kvalloc.kernels.values import split_dim
+    >>> [split_dim(dim) for dim in (128, 576, 96, 8)]
     [(128, 0, 128, 0), (512, 64, 512, 64), (64, 32, 64, 32), (8, 0, 16, 0)]
     """
     if first is None:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels import check
-from kvalloc.kernels.device import card_of
+from kvalloc.kernels.device import card_of, current
 from kvalloc.kernels.values import check_scales, raw, store_values
 
 __all__ = ["write_kv"]
@@ -119,10 +119,11 @@ def write_kv(
     block_k = triton.next_power_of_2(k_dim)
     block_h = min(triton.next_power_of_2(kv_heads), max(1, 2048 // block_k))
     new_v = (0, 0) if v_new is None else v_new.stride()[:2]
-    _write[(tokens, triton.cdiv(kv_heads, block_h))](
-        k_new, v_new, k, v, k_scale, v_scale, slot_mapping,
-        *k_new.stride()[:2], *new_v, *check.strides(k), *check.strides(v),
-        *check.strides(k_scale), *check.strides(v_scale),
-        PAGE_TOKENS=page_tokens, HEADS=kv_heads, K=k_dim, V=v_dim,
-        BLOCK_H=block_h, BLOCK_K=block_k, BLOCK_V=triton.next_power_of_2(max(v_dim, 1)),
-    )  # fmt: skip
+    with current(k):
+        _write[(tokens, triton.cdiv(kv_heads, block_h))](
+            k_new, v_new, k, v, k_scale, v_scale, slot_mapping,
+            *k_new.stride()[:2], *new_v, *check.strides(k), *check.strides(v),
+            *check.strides(k_scale), *check.strides(v_scale),
+            PAGE_TOKENS=page_tokens, HEADS=kv_heads, K=k_dim, V=v_dim,
+            BLOCK_H=block_h, BLOCK_K=block_k, BLOCK_V=triton.next_power_of_2(max(v_dim, 1)),
+        )  # fmt: skip

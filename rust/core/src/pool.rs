@@ -115,6 +115,11 @@ pub struct Pool {
     closed: AtomicU32,
     /// Per lane a cache line: operations entered, operations left.
     pub(crate) ops: Words,
+    /// Per tenant: how many have frozen it; and all together.
+    pub(crate) frozen: Words,
+    pub(crate) any_frozen: AtomicU64,
+    /// Per tenant: watermarks (reclaim.rs).
+    pub(crate) marks: Words,
     /// Per tenant: sequences that are open, whether or not they hold pages.
     pub(crate) sequences: Words,
 }
@@ -258,6 +263,9 @@ impl Pool {
             turns: AtomicU64::new(0),
             closed: AtomicU32::new(0),
             ops: Words::zeroed(LANES * 8),
+            frozen: Words::zeroed(max_tenants as usize),
+            any_frozen: AtomicU64::new(0),
+            marks: Words::zeroed(max_tenants as usize),
             sequences: Words::zeroed(max_tenants as usize),
             arenas,
             layouts,
@@ -667,7 +675,7 @@ impl Pool {
 
     /// Evict up to `n` cached pages of `tenant` for `asker`: pages, units. Ids and frames of a size that is wanted go to a
     /// scratch instead of back into the free sets.
-    fn evict_of(
+    pub(crate) fn evict_of(
         &self,
         lane: Lane,
         tenant: TenantId,
@@ -726,7 +734,7 @@ impl Pool {
             Why::Claim => Counter::RefusedClaim,
             Why::Frames => Counter::RefusedFrames,
             Why::Fragmented => Counter::RefusedFragmented,
-            Why::Row | Why::Budget => return,
+            Why::Row | Why::Budget | Why::Frozen => return,
         };
         self.stats.count(lane, counter, 1);
         self.stats.count_for(refusal.tenant, TenantCounter::Refused, 1);

@@ -344,7 +344,8 @@ impl Inner {
                 && hot.room[row] == slots
                 && hot.written[row] < hot.trim[row]
                 && slots < shape.tokens
-                && body.pays_alone();
+                && body.pays_alone()
+                && (slots < body.admitted || !pool.is_frozen(body.tenant));
             if !plain {
                 continue;
             }

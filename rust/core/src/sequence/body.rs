@@ -287,6 +287,10 @@ impl Body {
         scratch: &mut Scratch,
     ) -> Result<(), Refusal> {
         let page_tokens = pool.spec.page_tokens();
+        if slots > self.admitted && pool.is_frozen(self.tenant) {
+            let more = u64::from(slots - self.slots) * pool.spec.bytes_per_token();
+            return Err(pool.frozen(self.tenant, more));
+        }
         let end = slots.div_ceil(page_tokens);
         // The group that is looked at first decides who pays for a place; the others follow.
         let first = (0..self.tables.len()).find(|&g| !pool.is_state(GroupId(g as u8))).unwrap_or(0);
