@@ -118,6 +118,18 @@ def gpu(session: nox.Session) -> None:
     session.run("python", "bench/gpu/run.py", *session.posargs)
 
 
+@nox.session(python="3.12", default=False)
+def transformers(session: nox.Session) -> None:
+    """`generate` of small models on pages. About 5 GB and two minutes to install, four minutes to run.
+
+    The real model's test is marked slow and runs with ``-- -m slow`` where its weights are.
+    """
+    install(session, "test", "transformers")
+    asked = session.posargs or ["-m", "not bench and not slow"]
+    session.run("pytest", "tests/transformers", *asked, env={"OMP_NUM_THREADS": "2"})
+    session.run("python", "examples/transformers_generate.py")
+
+
 @nox.session(python=False)
 def rust(session: nox.Session) -> None:
     """Unit, property and documentation tests of the core."""

@@ -165,6 +165,23 @@ class BaseStore(ABC, Generic[A]):
         self._views: dict[tuple[int, int, bool], KVView[A]] = {}
         self._step: dict[int, tuple[int, Rows]] = {}
 
+    @classmethod
+    def of(cls, pool: Pool, rank: int = 0) -> Self | None:
+        """Find the store that a pool has.
+
+        Parameters
+        ----------
+        pool : Pool
+        rank : int, optional
+
+        Returns
+        -------
+        Self or None
+            None if it has none of this kind.
+        """
+        store = _open.get((id(pool), rank))
+        return store if isinstance(store, cls) and not store.closed else None
+
     # -- what a library fills in -----------------------------------------------------------------------------
 
     @abstractmethod

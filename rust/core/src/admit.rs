@@ -130,6 +130,10 @@ impl Pool {
             return Ok(answer(Verdict::Never, most, level, Some(Why::Limit)));
         }
         let why = if room.level == TenantId(0) { Why::Claim } else { Why::Limit };
+        if self.is_frozen(tenant) {
+            self.stats.count_for(tenant, TenantCounter::Waited, 1);
+            return Ok(answer(Verdict::Wait, Units(0), tenant, Some(Why::Frozen)));
+        }
         if units > u64::from(room.now.0) {
             self.stats.count_for(tenant, TenantCounter::Waited, 1);
             return Ok(answer(Verdict::Wait, room.now, room.level, Some(why)));

@@ -18,6 +18,8 @@ pub enum Why {
     Frames,
     /// Free bytes exist, in extents that serve pages of another size.
     Fragmented,
+    /// The tenant is frozen: no new requests, no growth beyond what was admitted.
+    Frozen,
     /// The row of the batch can't show a longer sequence.
     Row,
     /// The arrays of the batch can't show more tokens in one step.
@@ -57,6 +59,7 @@ impl fmt::Display for Refusal {
                 f,
                 "{tenant} asked for {asked} bytes; {room} bytes are free, but in extents that serve another page size"
             ),
+            Why::Frozen => write!(f, "{tenant} asked for {asked} bytes, and is frozen until it is thawed"),
             Why::Row => write!(f, "the row shows at most {room} tokens; {asked} were asked for"),
             Why::Budget => {
                 write!(f, "a step of this batch shows at most {room} tokens; {asked} were asked for")

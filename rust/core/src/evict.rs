@@ -35,12 +35,13 @@
 //!
 //! # Invariant
 //!
-//! A QUEUED page stands in one queue of its payer, or in the hand of one thread inside [`Orders::victim`] or
-//! [`Orders::enqueue`]. A thread that stops with a page in its hand keeps this one page from being evicted, and stops
-//! nobody: hits, releases and the other pages go on. Who gets a page from `victim` owns it LEAVING.
+//! A QUEUED page stands in one queue of its payer, or in the hand of one thread inside [`Orders::victims`] or
+//! [`Orders::enqueue`]. A thread that stops with some pages in its hand keeps these few from being evicted, and stops
+//! nobody: hits, releases and the other pages go on. Who gets a page from `victims` owns it LEAVING.
 //!
 //! A page with children is never evicted: only a held page gains a child, a hold sets VISITED, and nobody but the hand
-//! clears it; so "no children" still holds if the page's word did not change.
+//! clears it; so "no children" still holds if the page's word did not change. A child that the same hand has just taken
+//! does not count: it can't be hit any more.
 //!
 //! Callers: pool.rs. Which tenant has to give is not decided here.
 
@@ -55,10 +56,10 @@ mod tests;
 use crate::{
     page::Pages,
     sync::{Atom, AtomicU64, Words},
-    word::{PageId, TenantId, page::PageWord},
+    word::{PageId, PageRef, TenantId, page::PageWord},
 };
 use ghost::Ghosts;
-use queue::{Node, Queue, set_spare, spare};
+use queue::{Hand, Node, Queue, Spares};
 
 /// Order nodes that [`Pages::new`] must have beyond its pages, for each tenant.
 pub(crate) const NODES_PER_TENANT: u32 = 2;
@@ -108,6 +109,12 @@ pub(crate) struct Queued {
     pub(crate) proven: u32,
 }
 
+impl Queued {
+    fn all(self) -> u64 {
+        u64::from(self.new) + u64::from(self.proven)
+    }
+}
+
 /// A bias of a page against eviction, in 16 bits: level (0-3) and, from bit 4, when it ends: 0 never, else 1 + tick
 /// modulo 4095. Ticks are the pool's coarse clock; an end more than 2,047 ticks away is not told from one in the past.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -147,6 +154,7 @@ enum Verdict {
 #[derive(Debug)]
 pub(crate) struct Orders {
     words: Words,
+    spares: Spares,
     ghosts: Ghosts,
     pages: u32,
     tenants: u32,
@@ -156,12 +164,18 @@ impl Orders {
     /// Empty orders for tenants 0 .. `tenants`, over a page table with `pages` pages and
     /// `NODES_PER_TENANT * tenants` further nodes.
     pub(crate) fn new(tenants: u32, pages: u32) -> Self {
-        Self { words: Words::zeroed(tenants as usize * STRIDE), ghosts: Ghosts::new(pages), pages, tenants }
+        Self {
+            words: Words::zeroed(tenants as usize * STRIDE),
+            spares: Spares::new(pages),
+            ghosts: Ghosts::new(pages),
+            pages,
+            tenants,
+        }
     }
 
-    /// Bytes of the orders and ghosts.
+    /// Bytes of the orders, spare nodes and ghosts.
     pub(crate) fn bytes(&self) -> u64 {
-        self.ghosts.bytes() + u64::from(self.tenants) * 8 * STRIDE as u64
+        self.spares.bytes() + self.ghosts.bytes() + u64::from(self.tenants) * 8 * STRIDE as u64
     }
 
     fn word(&self, tenant: TenantId, word: usize) -> &AtomicU64 {
@@ -189,22 +203,30 @@ impl Orders {
         self.enqueue_all(pages, tenant, &[id]);
     }
 
-    /// Put pages into their payer's order, one after the other.
+    /// Put pages into their payer's order, one behind the other.
     pub(crate) fn enqueue_all(&self, pages: &Pages, tenant: TenantId, ids: &[PageId]) {
-        let half = |id| if pages.read(id).is_proven() { Half::Proven } else { Half::New };
         // Nobody but the caller touches these pages' halves before they are linked.
-        let counts = ids.iter().map(|&id| half(id).count()).sum();
-        self.word(tenant, COUNTS).plus(counts);
-        for &id in ids {
-            self.queue(tenant, half(id)).push(pages, id, spare(pages, id));
+        let is_in = |id: PageId, half| pages.read(id).is_proven() == (half == Half::Proven);
+        let proven = ids.iter().filter(|&&id| is_in(id, Half::Proven)).count();
+        let counts = [(Half::New, ids.len() - proven), (Half::Proven, proven)];
+        self.word(tenant, COUNTS).plus(counts.iter().map(|&(half, n)| half.count() * n as u64).sum());
+        for (half, _) in counts.into_iter().filter(|&(_, n)| n > 0) {
+            let items = ids.iter().filter(|&&id| is_in(id, half)).map(|&id| (id, self.spares.of(id)));
+            self.queue(tenant, half).push(pages, items);
         }
         self.unstick(tenant);
     }
 
-    /// The last child of one of the tenant's pages has left the index: the page can leave now. (Without this call it
-    /// would still be found, but later.)
+    /// One child of a page has left the index; with the last one the page itself can leave.
+    pub(crate) fn lose_child(&self, pages: &Pages, parent: PageRef) {
+        if pages.remove_child(parent.id) {
+            self.unstick(pages.payer(parent.id));
+        }
+    }
+
+    /// Something can leave now that could not before. (Without this call it would still be found, but later.)
     #[inline]
-    pub(crate) fn unstick(&self, tenant: TenantId) {
+    fn unstick(&self, tenant: TenantId) {
         let stuck = self.word(tenant, STUCK);
         if stuck.get() != 0 {
             stuck.put(0);
@@ -223,18 +245,11 @@ impl Orders {
             }
         }
         if best.new + best.proven > 0 {
-            let Queued { new, proven } = self.queued(tenant);
-            let order = (u64::from(new) + u64::from(proven)).max(LEAST_ORDER);
+            let order = self.queued(tenant).all().max(LEAST_ORDER);
             // Never refused: the closure always answers.
             let _ = self.word(tenant, SHARE).transit(|word| Some(adapt(word, best.new, best.proven, order)));
         }
         best.len
-    }
-
-    /// A page has become a ghost.
-    fn lost(&self, tenant: TenantId, key: u64, proven: bool, order: u64) {
-        self.ghosts.remember(tenant, key, proven);
-        let _ = self.word(tenant, SHARE).transit(|word| Some(count_lost(word, proven, order)));
     }
 
     /// A tenant's order forgets what it has learnt (its id gets another owner).
@@ -242,95 +257,190 @@ impl Orders {
         self.word(tenant, SHARE).put(0);
     }
 
-    /// Take the page that goes first out of a tenant's order: it is LEAVING, and the caller's. `None`: no page of the
-    /// tenant can leave now. `now` is the tick for [`Protection`].
+    /// Take the pages that go first out of a tenant's order, `n` at most: how many. `out` gets each, LEAVING, one after the
+    /// other: it takes the page out of the index, and answers with the page that it continues, whose child count it has
+    /// not lowered. Fewer than `n`: no more pages of the tenant can leave now.
     ///
-    /// Costs one step as a rule, and never more than two rounds over the order; after two rounds in vain a few steps,
-    /// until [`Self::enqueue`] or [`Self::unstick`].
-    pub(crate) fn victim(&self, pages: &Pages, tenant: TenantId, now: u64) -> Option<PageId> {
-        self.take(pages, tenant, Some(now))
-    }
-
-    /// As [`Self::victim`], but always two rounds, neither hits nor protection count, and nothing is remembered: for
+    /// `now` is the tick for [`Protection`]. Without it neither hits nor protection count, and nothing is remembered: for
     /// emptying an order, and as the last resort before an allocation is refused.
-    pub(crate) fn drain_one(&self, pages: &Pages, tenant: TenantId) -> Option<PageId> {
-        self.take(pages, tenant, None)
-    }
-
-    /// Take the pages that are off the device, held by nobody and continued by nothing out of a tenant's order, wherever
-    /// they stand: each is LEAVING, and the caller's. The others keep their places. One round.
-    pub(crate) fn drain_away(&self, pages: &Pages, tenant: TenantId, mut each: impl FnMut(PageId)) {
-        let Queued { new, proven } = self.queued(tenant);
-        for (half, n) in [(Half::New, new), (Half::Proven, proven)] {
-            for _ in 0..n {
-                let Some((id, node)) = self.queue(tenant, half).pop(pages) else { break };
-                // Nobody comes by such a page any more, so it gains no child.
-                let word = pages.read(id);
-                let lost = word.is_away() && word.is_cached() && pages.children(id) == 0;
-                if lost && pages.transit(id, |w| w.evict()).is_ok() {
-                    self.word(tenant, COUNTS).minus(half.count());
-                    set_spare(pages, id, &node);
-                    each(id);
-                } else {
-                    self.queue(tenant, half).push(pages, id, node);
-                }
-            }
-        }
-    }
-
-    fn take(&self, pages: &Pages, tenant: TenantId, now: Option<u64>) -> Option<PageId> {
-        let mut queued = self.queued(tenant);
-        let all = 2 * (u64::from(queued.new) + u64::from(queued.proven)) + u64::from(BLOCKED);
+    ///
+    /// A page costs one step as a rule, and never more than two rounds over the order; after two rounds in vain (with
+    /// `now`) a few steps, until [`Self::enqueue`] or [`Self::lose_child`].
+    pub(crate) fn victims(
+        &self,
+        pages: &Pages,
+        tenant: TenantId,
+        now: Option<u64>,
+        n: usize,
+        mut out: impl FnMut(PageId, PageWord) -> Option<PageRef>,
+    ) -> usize {
         let stuck = self.word(tenant, STUCK);
-        let steps = if now.is_some() && stuck.get() != 0 { STUCK_STEPS } else { all };
-        let (mut blocked, mut spared) = (0, 0);
-        for _ in 0..steps {
-            let mut half = self.above_share(tenant, queued);
-            if blocked >= BLOCKED {
+        let steps = |queued: Queued| match now {
+            Some(_) if stuck.get() != 0 => STUCK_STEPS,
+            _ => 2 * queued.all() + u64::from(BLOCKED),
+        };
+        let mut queued = self.queued(tenant);
+        let mut search = Search::new(steps(queued));
+        let (mut taken, mut lost) = (0, Queued::default());
+        // What the page taken last continues. Most often that is the page that comes next, and leaves too.
+        let mut orphaned: Option<PageRef> = None;
+        while taken < n && search.steps > 0 {
+            let (mut half, mut most) = self.above_share(tenant, queued);
+            if search.blocked >= BLOCKED {
                 half = Half::New;
+            } else if half == Half::Proven {
+                most = most.min((BLOCKED - search.blocked) as usize);
             }
-            let (half, (id, node)) = self.pop(pages, tenant, half)?;
-            let protect = now.filter(|_| spared < SPARED);
+            let most = most.min(n - taken).min(search.steps as usize);
+            let (half, hand) = self.pop(pages, tenant, half, most);
+            if hand.is_empty() {
+                break;
+            }
             let longer = if queued.new > queued.proven { Half::New } else { Half::Proven };
-            match judge(pages, id, &node, Terms { visits: now.is_some(), protect, longer }, &mut spared) {
-                Verdict::Out(word) => {
-                    self.word(tenant, COUNTS).minus(half.count());
-                    if now.is_some() && word.is_indexed() {
-                        let order = u64::from(queued.new) + u64::from(queued.proven);
-                        self.lost(tenant, pages.key(id), word.is_proven(), order);
+            let mut gone = 0;
+            for (id, node) in hand {
+                search.steps -= 1;
+                if let Some(parent) = orphaned.take_if(|parent| parent.id != id) {
+                    self.lose_child(pages, parent);
+                }
+                let terms = Terms {
+                    visits: now.is_some(),
+                    protect: now.filter(|_| search.spared < SPARED),
+                    longer,
+                    children: u32::from(orphaned.is_some()),
+                };
+                match self.judge(pages, id, &node, terms, &mut search.spared) {
+                    Verdict::Out(word) => {
+                        gone += half.count();
+                        taken += 1;
+                        if now.is_some() && word.is_indexed() {
+                            self.ghosts.remember(tenant, pages.key(id), word.is_proven());
+                            lost.new += u32::from(!word.is_proven());
+                            lost.proven += u32::from(word.is_proven());
+                        }
+                        // Its own child count, with what was left to lower it by, ends with it.
+                        orphaned = out(id, word);
+                        search = Search::new(steps(queued));
                     }
-                    return Some(id);
-                }
-                Verdict::Dropped => {
-                    self.word(tenant, COUNTS).minus(half.count());
-                }
-                Verdict::Back { to, kept } => {
-                    blocked += u32::from(kept && half == Half::Proven);
-                    if half != to {
-                        self.word(tenant, COUNTS).plus(to.count().wrapping_sub(half.count()));
+                    Verdict::Dropped => gone += half.count(),
+                    Verdict::Back { to, kept } => {
+                        search.blocked += u32::from(kept && half == Half::Proven);
+                        if half != to {
+                            self.word(tenant, COUNTS).plus(to.count().wrapping_sub(half.count()));
+                        }
+                        self.queue(tenant, to).push(pages, std::iter::once((id, node)));
                     }
-                    self.queue(tenant, to).push(pages, id, node);
                 }
+            }
+            if gone > 0 {
+                self.word(tenant, COUNTS).minus(gone);
             }
             queued = self.queued(tenant);
         }
-        // An order that others' pages keep as it is (a shared prefix) is not walked through again and again.
-        stuck.put(1);
-        None
+        if let Some(parent) = orphaned {
+            self.lose_child(pages, parent);
+        }
+        if lost != Queued::default() {
+            // Never refused: the closure always answers.
+            let _ = self.word(tenant, SHARE).transit(|word| Some(count_lost(word, lost, queued.all())));
+        }
+        if search.steps == 0 {
+            // An order that others' pages keep as it is (a shared prefix) is not walked through again and again.
+            stuck.put(1);
+        }
+        taken
     }
 
-    /// The half that has to give: the new ones if they are at or above their share.
-    fn above_share(&self, tenant: TenantId, queued: Queued) -> Half {
-        let (new, all) = (u64::from(queued.new), u64::from(queued.new) + u64::from(queued.proven));
+    /// Take the pages that are off the device, held by nobody and continued by nothing out of a tenant's order, wherever
+    /// they stand: `out` gets each as from [`Self::victims`]. The others keep their places. One round.
+    pub(crate) fn drain_away(
+        &self,
+        pages: &Pages,
+        tenant: TenantId,
+        mut out: impl FnMut(PageId, PageWord) -> Option<PageRef>,
+    ) {
+        let Queued { new, proven } = self.queued(tenant);
+        for (half, n) in [(Half::New, new), (Half::Proven, proven)] {
+            for _ in 0..n {
+                let Some((id, node)) = self.queue(tenant, half).pop(pages, 1).next() else { break };
+                // Nobody comes by such a page any more, so it gains no child.
+                let word = pages.read(id);
+                let lost = word.is_away() && word.is_cached() && pages.children(id) == 0;
+                if lost && let Ok(word) = pages.transit(id, |w| w.evict()) {
+                    self.word(tenant, COUNTS).minus(half.count());
+                    self.spares.set(id, &node);
+                    if let Some(parent) = out(id, word) {
+                        self.lose_child(pages, parent);
+                    }
+                } else {
+                    self.queue(tenant, half).push(pages, std::iter::once((id, node)));
+                }
+            }
+        }
+    }
+
+    /// The half that has to give: the new ones if they are at or above their share. And how many pages may be taken from it,
+    /// whatever becomes of them, before it may be the other one's turn.
+    fn above_share(&self, tenant: TenantId, queued: Queued) -> (Half, usize) {
         let share = share_of(self.word(tenant, SHARE).peek());
-        if new > 0 && new * ONE_SHARE >= share * all { Half::New } else { Half::Proven }
+        let (new, wanted) = (u64::from(queued.new) * ONE_SHARE, share * queued.all());
+        let half = if new > 0 && new >= wanted { Half::New } else { Half::Proven };
+        // A page that leaves a half changes the difference by one page at most.
+        (half, 1 + (new.abs_diff(wanted) / ONE_SHARE) as usize)
     }
 
-    /// The first page of this half, or of the other one if it is empty.
-    fn pop(&self, pages: &Pages, tenant: TenantId, half: Half) -> Option<(Half, (PageId, Node))> {
+    /// The first pages of this half, or of the other one if it is empty.
+    fn pop(&self, pages: &Pages, tenant: TenantId, half: Half, most: usize) -> (Half, Hand) {
+        let hand = self.queue(tenant, half).pop(pages, most);
+        if !hand.is_empty() {
+            return (half, hand);
+        }
         let other = if half == Half::New { Half::Proven } else { Half::New };
-        let from = |half| self.queue(tenant, half).pop(pages).map(|popped| (half, popped));
-        from(half).or_else(|| from(other))
+        (other, self.queue(tenant, other).pop(pages, most))
+    }
+
+    /// Decide about a page that was just popped (see the table at the head of this file).
+    fn judge(&self, pages: &Pages, id: PageId, node: &Node, terms: Terms, spared: &mut u32) -> Verdict {
+        let word = pages.word(id);
+        let mut now = word.first();
+        loop {
+            let page = PageWord(now);
+            debug_assert!(page.is_queued() && !page.is_leaving(), "{page:?} stands in the order");
+            if !terms.visits && page.is_visited() {
+                // Where hits don't count the bit still has to go first: that it is unset is what makes "no children" hold.
+                let unvisited = page.pass(page.is_proven()).0;
+                now = word.cas(now, unvisited).map_or_else(|found| found, |_| unvisited);
+                continue;
+            }
+            let (next, verdict) = if let Some(next) = page.dequeue() {
+                self.spares.set(id, node);
+                (next, Verdict::Dropped)
+            } else if terms.visits && page.is_visited() {
+                (page.pass(true), Verdict::Back { to: Half::Proven, kept: false })
+            } else if pages.children(id) > terms.children {
+                (page.pass(true), Verdict::Back { to: Half::Proven, kept: true })
+            } else if let Some(left) =
+                terms.protect.and_then(|tick| Protection(pages.protection(id)).spend(tick))
+            {
+                *spared += 1;
+                pages.set_protection(id, left.0);
+                (page.pass(terms.longer == Half::Proven), Verdict::Back { to: terms.longer, kept: true })
+            } else if let Some(next) = page.evict() {
+                (next, Verdict::Out(next))
+            } else {
+                // A copy uses its frame.
+                (page.pass(true), Verdict::Back { to: Half::Proven, kept: true })
+            };
+            match word.cas(now, next.0) {
+                Ok(_) => {
+                    if let Verdict::Out(_) = verdict {
+                        self.spares.set(id, node);
+                    }
+                    return verdict;
+                }
+                Err(found) => now = found,
+            }
+        }
     }
 }
 
@@ -343,48 +453,23 @@ struct Terms {
     protect: Option<u64>,
     /// The longer half.
     longer: Half,
+    /// So many of its children are leaving already, by the same hand.
+    children: u32,
 }
 
-/// Decide about a page that was just popped (see the table at the head of this file).
-fn judge(pages: &Pages, id: PageId, node: &Node, terms: Terms, spared: &mut u32) -> Verdict {
-    let word = pages.word(id);
-    let mut now = word.first();
-    loop {
-        let page = PageWord(now);
-        debug_assert!(page.is_queued() && !page.is_leaving(), "{page:?} stands in the order");
-        if !terms.visits && page.is_visited() {
-            // Where hits don't count the bit still has to go first: that it is unset is what makes "no children" hold.
-            let unvisited = page.pass(page.is_proven()).0;
-            now = word.cas(now, unvisited).map_or_else(|found| found, |_| unvisited);
-            continue;
-        }
-        let (next, verdict) = if let Some(next) = page.dequeue() {
-            set_spare(pages, id, node);
-            (next, Verdict::Dropped)
-        } else if terms.visits && page.is_visited() {
-            (page.pass(true), Verdict::Back { to: Half::Proven, kept: false })
-        } else if pages.children(id) > 0 {
-            (page.pass(true), Verdict::Back { to: Half::Proven, kept: true })
-        } else if let Some(left) = terms.protect.and_then(|tick| Protection(pages.protection(id)).spend(tick))
-        {
-            *spared += 1;
-            pages.set_protection(id, left.0);
-            (page.pass(terms.longer == Half::Proven), Verdict::Back { to: terms.longer, kept: true })
-        } else if let Some(next) = page.evict() {
-            (next, Verdict::Out(next))
-        } else {
-            // A copy uses its frame.
-            (page.pass(true), Verdict::Back { to: Half::Proven, kept: true })
-        };
-        match word.cas(now, next.0) {
-            Ok(_) => {
-                if let Verdict::Out(_) = verdict {
-                    set_spare(pages, id, node);
-                }
-                return verdict;
-            }
-            Err(found) => now = found,
-        }
+/// The search for one page that can leave.
+struct Search {
+    /// Pages that may still be looked at.
+    steps: u64,
+    /// Proven pages in a row that were kept.
+    blocked: u32,
+    /// Protected pages that were spared.
+    spared: u32,
+}
+
+impl Search {
+    fn new(steps: u64) -> Self {
+        Self { steps, blocked: 0, spared: 0 }
     }
 }
 
@@ -437,11 +522,13 @@ fn adapt(word: u64, new: u64, proven: u64, order: u64) -> u64 {
     pack(share.min(ONE_SHARE - 1), (lost_new, lost_proven))
 }
 
-/// Count a ghost; the counts tell of the last few rounds over an order of `order` pages.
-fn count_lost(word: u64, proven: bool, order: u64) -> u64 {
-    let (new, old) = lost_of(word);
-    let lost = (new + u64::from(!proven), old + u64::from(proven));
+/// Count ghosts; the counts tell of the last few rounds over an order of `order` pages.
+fn count_lost(word: u64, more: Queued, order: u64) -> u64 {
+    let (new, proven) = lost_of(word);
+    let (mut new, mut proven) = (new + u64::from(more.new), proven + u64::from(more.proven));
     let most = (order * 4).clamp(LEAST_ORDER, LOST_MAX);
-    let lost = if lost.0 + lost.1 > most { (lost.0 / 2, lost.1 / 2) } else { lost };
-    pack(share_of(word), lost)
+    while new + proven > most {
+        (new, proven) = (new / 2, proven / 2);
+    }
+    pack(share_of(word), (new, proven))
 }

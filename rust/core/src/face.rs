@@ -103,7 +103,8 @@ impl Pages {
         }
         let chain: ChainKey = self.pool.hasher.caller(scope, group, key);
         let parent = Parent::Digest(self.pool.hasher.digest(chain));
-        Ok(Names { key: self.pool.hasher.index_key(chain, group), parent, tokens: None })
+        let key = self.pool.hasher.index_key(chain, group);
+        Ok(Names { key, parent, tokens: None, counted: false, continued: false })
     }
 
     /// Make pages that the caller holds, written to the end, findable under its keys. Which of them now are: one that is
@@ -188,7 +189,7 @@ impl Pages {
         self.check(tenant, group)?;
         keys.iter()
             .map(|&key| {
-                let Names { key, parent, tokens } = self.names(tenant, group, key)?;
+                let Names { key, parent, tokens, .. } = self.names(tenant, group, key)?;
                 let wanted = Wanted { key, scope: tenant, parent, tokens };
                 Ok(self.pool.index.lookup(&self.pool.pages, &wanted, |seen| Some(seen.page)))
             })

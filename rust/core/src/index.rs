@@ -72,12 +72,21 @@ pub(crate) struct Wanted<'a> {
 }
 
 /// A page that was found and checked.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Seen {
     /// Which life of which page.
     pub(crate) page: PageRef,
     /// The identity of its content.
     pub(crate) prefix: u64,
+    /// It continues the very page it had to, and not a copy of it.
+    pub(crate) exact: bool,
+}
+
+/// The same page, however it was found.
+impl PartialEq for Seen {
+    fn eq(&self, other: &Self) -> bool {
+        (self.page, self.prefix) == (other.page, other.prefix)
+    }
 }
 
 impl Seen {
@@ -92,36 +101,30 @@ impl Wanted<'_> {
     /// Whether page `id` is the wanted one (see the head of this file).
     #[inline]
     pub(crate) fn check(&self, pages: &Pages, id: PageId) -> Option<Seen> {
-        let word = pages.read(id);
-        let same = can_hit(word)
-            && pages.key(id) == self.key
-            && pages.payer(id) == self.scope
-            && self.continues(pages, pages.link(id))
-            && self.tokens.is_none_or(|tokens| pages.has_tokens(id, tokens));
-        if !same {
+        let line = pages.line(id);
+        let word = line.read();
+        if !can_hit(word) || line.key() != self.key || line.payer() != self.scope {
             return None;
         }
-        let seen = Seen { page: PageRef { id, generation: word.generation() }, prefix: pages.prefix(id) };
-        is_still(pages, seen.page).then_some(seen)
-    }
-
-    /// Whether a page that was found continues the wanted parent itself, and not a copy of it.
-    #[inline]
-    fn is_next(&self, pages: &Pages, seen: Seen) -> bool {
-        match (self.parent, pages.link(seen.page.id)) {
-            (Parent::Page { at, .. }, Link::Page(page)) => is_link_to(page, at),
-            _ => true,
+        let exact = self.continues(pages, line.link())?;
+        if self.tokens.is_some_and(|tokens| !pages.has_tokens(id, tokens)) {
+            return None;
         }
+        let page = PageRef { id, generation: word.generation() };
+        let seen = Seen { page, prefix: line.prefix(), exact };
+        is_life(line.read(), page).then_some(seen)
     }
 
+    /// Whether a page with this link continues the wanted parent: `Some(true)` if that itself, `Some(false)` if a copy of it.
     #[inline]
-    fn continues(&self, pages: &Pages, link: Link) -> bool {
+    fn continues(&self, pages: &Pages, link: Link) -> Option<bool> {
         match (self.parent, link) {
-            (Parent::Digest(wanted), Link::Digest(found)) => wanted == found,
-            (Parent::Page { at, prefix }, Link::Page(page)) => {
-                is_link_to(page, at) || current_prefix(pages, page) == Some(prefix)
+            (Parent::Digest(wanted), Link::Digest(found)) if wanted == found => Some(true),
+            (Parent::Page { at, .. }, Link::Page(page)) if is_link_to(page, at) => Some(true),
+            (Parent::Page { prefix, .. }, Link::Page(page)) => {
+                (current_prefix(pages, page) == Some(prefix)).then_some(false)
             }
-            _ => false,
+            _ => None,
         }
     }
 }
@@ -138,8 +141,7 @@ fn has_names(word: PageWord) -> bool {
 }
 
 #[inline]
-fn is_still(pages: &Pages, page: PageRef) -> bool {
-    let word = pages.read(page.id);
+fn is_life(word: PageWord, page: PageRef) -> bool {
     can_hit(word) && word.generation() == page.generation
 }
 
@@ -189,9 +191,31 @@ pub(crate) struct Index {
     refused: AtomicU64,
 }
 
-/// A bucket of the table.
+/// Where there is room for an entry: a bucket, and one of its slots if there is any.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Bucket(usize);
+pub(crate) struct Gap {
+    bucket: usize,
+    slot: Option<u32>,
+    tag: u32,
+}
+
+/// The top bits of those halves of a word that are 0. (A half of 1 above one of 0 would look like one as well: an entry
+/// has bits of its tag, so there is none.)
+#[inline]
+fn zero_halves(word: u64) -> u64 {
+    const ONES: u64 = 1 << 32 | 1;
+    word.wrapping_sub(ONES) & !word & ONES << 31
+}
+
+/// The slots whose bits are set: the low halves of a bucket's words have the bits from 0 on, the high ones those from 32 on.
+#[inline]
+fn slots(mut bits: u64) -> impl Iterator<Item = u32> {
+    std::iter::from_fn(move || {
+        let slot = bits.trailing_zeros();
+        bits &= bits.wrapping_sub(1);
+        (slot < u64::BITS).then_some(slot)
+    })
+}
 
 /// Where a key may stand, and how its entries look.
 #[derive(Clone, Copy)]
@@ -209,13 +233,13 @@ impl Index {
         Self {
             words: Words::zeroed(buckets as usize * BUCKET),
             buckets,
-            id_bits: u32::BITS - pages.leading_zeros(),
+            id_bits: (u32::BITS - pages.leading_zeros()).max(1),
             refused: AtomicU64::new(0),
         }
     }
 
     /// How many inserts found both buckets full.
-    #[cfg(any(test, feature = "measure"))]
+    #[cfg(test)]
     pub(crate) fn refused(&self) -> u64 {
         self.refused.peek()
     }
@@ -232,31 +256,50 @@ impl Index {
         let second = scale(key.rotate_left(32), self.buckets);
         let tags = (1 << (u32::BITS - self.id_bits)) - 1;
         let tag = 1 + scale(key.wrapping_mul(SPREAD), tags) as u32;
-        Place { buckets: [first * BUCKET, second * BUCKET], tag: tag << self.id_bits }
+        Place { buckets: [first, second], tag: tag << self.id_bits }
     }
 
     #[inline]
-    fn bucket(&self, start: usize) -> &[AtomicU64] {
-        &self.words[start..start + BUCKET]
+    fn bucket(&self, bucket: usize) -> &[AtomicU64; BUCKET] {
+        &self.words.as_chunks().0[bucket]
+    }
+
+    /// The slots of a bucket with this tag. Two entries at a time and without a branch for each: most of them are others'.
+    #[inline]
+    fn same(&self, bucket: usize, tag: u32) -> u64 {
+        let both = |half: u32| u64::from(half) << 32 | u64::from(half);
+        let (tag, tags) = (both(tag), both(u32::MAX << self.id_bits));
+        let same = |word: &AtomicU64| zero_halves((word.get() ^ tag) & tags);
+        self.bucket(bucket).iter().enumerate().fold(0, |bits, (nth, word)| bits | same(word) >> (31 - nth))
+    }
+
+    /// The slots of a bucket without an entry.
+    #[inline]
+    fn free(&self, bucket: usize) -> u64 {
+        let free = |word: &AtomicU64| zero_halves(word.get());
+        self.bucket(bucket).iter().enumerate().fold(0, |bits, (nth, word)| bits | free(word) >> (31 - nth))
+    }
+
+    /// The page of an entry that a scan found, if the entry is still the tag's.
+    #[inline]
+    fn page_at(&self, bucket: usize, slot: u32, tag: u32) -> Option<PageId> {
+        let entry = self.bucket(bucket)[slot as usize % 32].get() >> (slot & 32);
+        // With its tag taken off, an entry has only its page's bits left.
+        let page = entry as u32 ^ tag;
+        if page >> self.id_bits == 0 { page.checked_sub(1).map(PageId) } else { None }
     }
 
     /// The first answer of `f` for a page that may have this key.
     #[inline]
     pub(crate) fn find<R>(&self, key: u64, mut f: impl FnMut(PageId) -> Option<R>) -> Option<R> {
         let place = self.place(key);
-        for (nth, &start) in place.buckets.iter().enumerate() {
-            if nth == 1 && start == place.buckets[0] {
+        for (nth, &bucket) in place.buckets.iter().enumerate() {
+            if nth == 1 && bucket == place.buckets[0] {
                 break;
             }
-            for word in self.bucket(start) {
-                // An entry with the key's tag has only its page's bits left.
-                let diff = word.get() ^ (u64::from(place.tag) << 32 | u64::from(place.tag));
-                for entry in [diff as u32, (diff >> 32) as u32] {
-                    if entry >> self.id_bits == 0
-                        && let Some(answer) = f(PageId(entry.wrapping_sub(1)))
-                    {
-                        return Some(answer);
-                    }
+            for slot in slots(self.same(bucket, place.tag)) {
+                if let Some(answer) = self.page_at(bucket, slot, place.tag).and_then(&mut f) {
+                    return Some(answer);
                 }
             }
         }
@@ -275,7 +318,7 @@ impl Index {
         let mut copy = None;
         let exact = self.find(wanted.key, |id| {
             let seen = wanted.check(pages, id)?;
-            if wanted.is_next(pages, seen) {
+            if seen.exact {
                 return take(seen);
             }
             copy = copy.or(Some(seen));
@@ -295,7 +338,7 @@ impl Index {
         let mut touched = 0;
         for &key in keys.iter().take(AHEAD) {
             let place = self.place(key);
-            touched ^= self.words[place.buckets[0]].peek() ^ self.words[place.buckets[1]].peek();
+            touched ^= self.bucket(place.buckets[0])[0].peek() ^ self.bucket(place.buckets[1])[0].peek();
         }
         for (hint, &key) in hints.0.iter_mut().zip(keys) {
             *hint = self.find(key, |id| Some(id.0 + 1)).unwrap_or(0);
@@ -319,78 +362,56 @@ impl Index {
         mut take: impl FnMut(Seen) -> Option<R>,
     ) -> Option<R> {
         let hint = hints.0[nth].checked_sub(1)?;
-        let first = wanted.check(pages, PageId(hint));
-        let first = first.filter(|&seen| wanted.is_next(pages, seen)).and_then(&mut take);
+        let first = wanted.check(pages, PageId(hint)).filter(|seen| seen.exact).and_then(&mut take);
         first.or_else(|| self.lookup(pages, wanted, take))
     }
 
-    /// [`Self::lookup`] by somebody who is about to insert a page with the same names: also the bucket to insert it into.
-    /// One pass over both buckets does for both.
-    pub(crate) fn lookup_to_insert(&self, pages: &Pages, wanted: &Wanted<'_>) -> (Option<Seen>, Bucket) {
+    /// [`Self::lookup`] by somebody who is about to insert a page with the same names: also where to insert it. One pass over
+    /// both buckets does for both.
+    pub(crate) fn lookup_to_insert(&self, pages: &Pages, wanted: &Wanted<'_>) -> (Option<Seen>, Gap) {
         let place = self.place(wanted.key);
-        let both = u64::from(place.tag) << 32 | u64::from(place.tag);
-        let mut seen = None;
-        let [first, second] = place.buckets.map(|start| {
-            let mut free = 0;
-            for word in self.bucket(start) {
-                let word = word.get();
-                let (low, high) = (word as u32, (word >> 32) as u32);
-                free += usize::from(low == 0) + usize::from(high == 0);
-                let diff = word ^ both;
-                for entry in [diff as u32, (diff >> 32) as u32] {
-                    if entry >> self.id_bits == 0 && seen.is_none() {
-                        seen = wanted.check(pages, PageId(entry.wrapping_sub(1)));
-                    }
-                }
-            }
-            free
+        let seen = place.buckets.iter().find_map(|&bucket| {
+            slots(self.same(bucket, place.tag))
+                .find_map(|slot| self.page_at(bucket, slot, place.tag).and_then(|id| wanted.check(pages, id)))
         });
-        (seen, Bucket(place.buckets[usize::from(second > first)]))
+        (seen, self.roomier(place))
     }
 
-    /// List page `id` under `key`, in this bucket if there is still room; `false`: there is none in either.
-    pub(crate) fn insert_into_bucket(&self, key: u64, id: PageId, Bucket(start): Bucket) -> bool {
-        let place = self.place(key);
-        self.insert_into(start, place.tag | (id.0 + 1)) || self.insert(key, id)
+    /// List page `id` under `key`, in this gap if it is still one; `false`: there is no room in either bucket.
+    pub(crate) fn insert_into_gap(&self, key: u64, id: PageId, gap: Gap) -> bool {
+        self.fill(gap, id) || self.insert(key, id)
     }
 
     /// List page `id` under `key`; `false`: there is no room.
     pub(crate) fn insert(&self, key: u64, id: PageId) -> bool {
         let place = self.place(key);
-        let entry = place.tag | (id.0 + 1);
         loop {
-            let [first, second] = place.buckets.map(|start| (self.free_entries(start), start));
-            let (free, start) = if second.0 > first.0 { second } else { first };
-            if free == 0 {
+            let gap = self.roomier(place);
+            if gap.slot.is_none() {
                 self.refused.tally(1);
                 return false;
             }
-            if self.insert_into(start, entry) {
+            if self.fill(gap, id) {
                 return true;
             }
         }
     }
 
-    fn free_entries(&self, start: usize) -> usize {
-        let free = |word: &AtomicU64| {
-            let word = word.peek();
-            usize::from(word as u32 == 0) + usize::from(word >> 32 == 0)
-        };
-        self.bucket(start).iter().map(free).sum()
+    /// The bucket with more room, and its first free slot.
+    #[inline]
+    fn roomier(&self, Place { buckets: [first, second], tag }: Place) -> Gap {
+        let (a, b) = (self.free(first), self.free(second));
+        let (bucket, free) = if b.count_ones() > a.count_ones() { (second, b) } else { (first, a) };
+        Gap { bucket, slot: slots(free).next(), tag }
     }
 
-    fn insert_into(&self, start: usize, entry: u32) -> bool {
-        self.bucket(start).iter().any(|word| {
-            word.transit(|now| {
-                if now as u32 == 0 {
-                    Some(now | u64::from(entry))
-                } else if now >> 32 == 0 {
-                    Some(now | u64::from(entry) << 32)
-                } else {
-                    None
-                }
-            })
-            .is_ok()
+    fn fill(&self, Gap { bucket, slot, tag }: Gap, id: PageId) -> bool {
+        let entry = tag | (id.0 + 1);
+        slot.is_some_and(|slot| {
+            let shift = slot & 32;
+            self.bucket(bucket)[slot as usize % 32]
+                .transit(|now| ((now >> shift) as u32 == 0).then_some(now | u64::from(entry) << shift))
+                .is_ok()
         })
     }
 
@@ -398,18 +419,13 @@ impl Index {
     pub(crate) fn remove(&self, key: u64, id: PageId) -> bool {
         let place = self.place(key);
         let entry = place.tag | (id.0 + 1);
-        place.buckets.iter().any(|&start| {
-            self.bucket(start).iter().any(|word| {
-                word.transit(|now| {
-                    if now as u32 == entry {
-                        Some(now & !u64::from(u32::MAX))
-                    } else if (now >> 32) as u32 == entry {
-                        Some(now & u64::from(u32::MAX))
-                    } else {
-                        None
-                    }
-                })
-                .is_ok()
+        place.buckets.iter().any(|&bucket| {
+            slots(self.same(bucket, place.tag)).any(|slot| {
+                let shift = slot & 32;
+                let is_it = |now: u64| (now >> shift) as u32 == entry;
+                self.bucket(bucket)[slot as usize % 32]
+                    .transit(|now| is_it(now).then_some(now & !(u64::from(u32::MAX) << shift)))
+                    .is_ok()
             })
         })
     }
@@ -433,7 +449,7 @@ impl Index {
                 && (pages.prefix(other) == prefix
                     || same_link(pages, link, pages.link(other)) && pages.same_tokens(id, other));
             let page = PageRef { id: other, generation: word.generation() };
-            (same && is_still(pages, page)).then_some(())
+            (same && is_life(pages.read(other), page)).then_some(())
         })
         .is_some()
     }

@@ -209,12 +209,7 @@ impl Pool {
 
     /// Take every cached page of a tenant out of the books; how many.
     fn drop_cached(&self, tenant: TenantId) -> u64 {
-        let mut dropped = 0;
-        while let Some(id) = self.orders.drain_one(&self.pages, tenant) {
-            self.expel(id);
-            dropped += 1;
-        }
-        dropped
+        self.orders.victims(&self.pages, tenant, None, usize::MAX, |id, word| self.expel(id, word)) as u64
     }
 
     /// Tenants, limits, charges.

@@ -201,6 +201,16 @@ impl Ledger {
         self.book(tier).usage(tenant)
     }
 
+    /// Cached units of a node itself, as they are counted at this moment.
+    pub fn cached(&self, tier: Tier, tenant: TenantId) -> Units {
+        Units(self.book(tier).tree.own(tenant).cached().max(0) as u32)
+    }
+
+    /// What is charged to the subtree of a node.
+    pub fn charged(&self, tier: Tier, tenant: TenantId) -> Units {
+        self.book(tier).tree.usage(tenant).charged()
+    }
+
     /// The sum of the subtree's usages; each is exact, the sum is taken one after the other. The last six fields are those
     /// of `tenant` itself.
     pub fn subtree_usage(&self, tier: Tier, tenant: TenantId) -> Usage {

@@ -18,6 +18,7 @@
 //! | [`face`] | the lower face: pages in batches, for engines with tables of their own |
 //! | [`plan`] | getting memory back: what will be done, and the leases until it is done |
 //! | `rebalance` | extents change the page size they serve |
+//! | [`reclaim`] | bytes of a tenant come back, and others get them |
 //! | [`admit`] | may this start now? |
 //! | [`audit`] | proof that the books balance |
 #![forbid(unsafe_code)]
@@ -46,6 +47,7 @@ pub mod pool;
 pub mod preempt;
 mod prefix;
 mod rebalance;
+pub mod reclaim;
 pub mod sequence;
 pub mod spec;
 pub mod stats;

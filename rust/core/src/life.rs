@@ -13,7 +13,7 @@ use crate::{
     event::Event,
     index::{Parent, Seen},
     ledger::Refused,
-    page::Link,
+    page::{Line, Link},
     pool::{Pool, Scratch},
     stats::Counter,
     word::{
@@ -31,6 +31,10 @@ pub(crate) struct Names<'a> {
     pub(crate) parent: Parent,
     /// Its tokens; `None`: a key of the caller's.
     pub(crate) tokens: Option<&'a [u32]>,
+    /// Its parent counts it already.
+    pub(crate) counted: bool,
+    /// The caller is about to publish a page that continues it, and that page is to be counted already.
+    pub(crate) continued: bool,
 }
 
 /// What publishing some pages has to tell.
@@ -61,36 +65,51 @@ impl Pool {
         news: &mut News,
     ) -> Option<Seen> {
         let id = page.id;
-        let payer = self.pages.payer(id);
+        let line = self.pages.line(id);
+        let payer = line.payer();
         let (link, parent) = match names.parent {
             Parent::Page { at, .. } => (Link::Page(at), Some(at)),
             Parent::Digest(digest) => (Link::Digest(digest), None),
         };
+        let uncount = || {
+            if let Some(parent) = parent {
+                self.orders.lose_child(&self.pages, parent);
+            }
+        };
         // Another holder may be at it.
-        self.pages.transit(id, |w| w.name(page.generation)).ok()?;
+        if line.transit(|w| w.name(page.generation)).is_err() {
+            if names.counted {
+                uncount();
+            }
+            return None;
+        }
         if let Some(parent) = parent
+            && !names.counted
             && !self.pages.add_child(parent.id)
         {
-            let _ = self.pages.transit(id, |w| w.unname());
+            let _ = line.transit(|w| w.unname());
             return None;
         }
         let wanted =
             crate::index::Wanted { key: names.key, scope: payer, parent: names.parent, tokens: names.tokens };
-        let (twin, bucket) = self.index.lookup_to_insert(&self.pages, &wanted);
+        let (twin, gap) = self.index.lookup_to_insert(&self.pages, &wanted);
         let prefix = twin.map_or(page.to_bits(), |twin| twin.prefix);
         self.pages.set_names(id, names.key, link, prefix);
         if let Some(tokens) = names.tokens {
             self.pages.set_tokens(id, tokens);
         }
-        let published = self
-            .pages
-            .transit(id, |w| if w.generation() == page.generation { w.publish(proven) } else { None });
+        if names.continued {
+            self.pages.expect_child(id);
+        }
+        let published =
+            line.transit(|w| if w.generation() == page.generation { w.publish(proven) } else { None });
         debug_assert!(published.is_ok(), "{page:?} is held and named by the caller, and yet {published:?}");
-        if !self.index.insert_into_bucket(names.key, id, bucket) {
-            let _ = self.pages.transit(id, |w| w.unpublish());
-            if let Some(parent) = parent {
-                self.lose_child(parent);
+        if !self.index.insert_into_gap(names.key, id, gap) {
+            let _ = line.transit(|w| w.unpublish());
+            if names.continued {
+                self.pages.remove_child(id);
             }
+            uncount();
             self.stats.count(lane, Counter::PublishRefused, 1);
             return None;
         }
@@ -106,7 +125,7 @@ impl Pool {
                 tier: Tier::Device,
             });
         }
-        Some(Seen { page, prefix })
+        Some(Seen { page, prefix, exact: true })
     }
 
     /// Tell what publishing did. The caller still holds the pages, so nobody hears of their end before.
@@ -119,24 +138,18 @@ impl Pool {
         }
     }
 
-    /// One child of a page has left the index; with the last one the page itself can be evicted.
-    fn lose_child(&self, parent: PageRef) {
-        if self.pages.remove_child(parent.id) {
-            self.orders.unstick(self.pages.payer(parent.id));
-        }
-    }
-
-    /// Out of the index, so that nobody finds it any more; its parent has one child less. The caller owns the page:
-    /// it is LEAVING, or the caller alone holds it.
-    pub(crate) fn unindex(&self, id: PageId, group: GroupId) {
+    /// Out of the index, so that nobody finds it any more. The caller owns the page: it is LEAVING, or the caller alone holds
+    /// it. The answer is the page that it continued, which has one child less: the caller counts that.
+    pub(crate) fn unindex(&self, id: PageId, group: GroupId) -> Option<PageRef> {
         let key = self.pages.key(id);
         self.index.remove(key, id);
         if self.events.is_on() && !self.index.has_copy(&self.pages, id) {
             let tier = self.tier_of(id);
             self.events.publish(Event::Removed { key, group, tenant: self.pages.payer(id), tier });
         }
-        if let Link::Page(parent) = self.pages.link(id) {
-            self.lose_child(parent);
+        match self.pages.link(id) {
+            Link::Page(parent) => Some(parent),
+            Link::Digest(_) => None,
         }
     }
 
@@ -162,7 +175,9 @@ impl Pool {
             debug_assert!(again.is_ok(), "{page:?} is held by the caller and private, and yet {again:?}");
             return None;
         }
-        self.unindex(page.id, group);
+        if let Some(parent) = self.unindex(page.id, group) {
+            self.orders.lose_child(&self.pages, parent);
+        }
         // It will be published again, and who saw it under its old key must not take it for that: another life begins.
         // Not while a copy uses the frame: whoever ends the lease knows this life.
         let word = self.pages.transit(page.id, |w| w.renew()).ok()?;
@@ -172,32 +187,46 @@ impl Pool {
     /// Reference pages that were found, in order, until one is gone or may not be held: how many are now held.
     pub(crate) fn hold(&self, lane: Lane, found: &[PageRef]) -> (usize, Option<Refusal>) {
         let mut held = 0;
-        let mut refusal = None;
-        while held < found.len() && refusal.is_none() {
+        while held < found.len() {
             // A page in another life may be another tenant's, whose books this must not touch even for a moment.
             let payer_of = |page: &PageRef| {
-                let payer = self.pages.payer(page.id);
-                (self.pages.read(page.id).generation() == page.generation).then_some(payer)
+                let line = self.pages.line(page.id);
+                let payer = line.payer();
+                (line.read().generation() == page.generation).then_some(payer)
             };
             let Some(payer) = payer_of(&found[held]) else { break };
             let run = found[held..].iter().take_while(|page| payer_of(page) == Some(payer)).count();
-            let (n, refused) = self.hold_run(payer, &found[held..held + run]);
+            let (n, refusal) = self.hold_of(lane, payer, &found[held..held + run]);
             held += n;
-            refusal = refused.map(|r| self.refusal(r));
-            if n < run {
-                break;
+            if n < run || refusal.is_some() {
+                return (held, refusal);
             }
         }
-        if refusal.is_some() {
+        (held, None)
+    }
+
+    /// [`Self::hold`] of pages that were found as those of one payer.
+    pub(crate) fn hold_of(&self, lane: Lane, payer: TenantId, found: &[PageRef]) -> (usize, Option<Refusal>) {
+        let (held, refused) = self.hold_run(payer, found);
+        if refused.is_some() {
             self.stats.count(lane, Counter::LookupsStopped, 1);
         }
-        (held, refusal)
+        (held, refused.map(|r| self.refusal(r)))
     }
 
     fn hold_run(&self, payer: TenantId, run: &[PageRef]) -> (usize, Option<Refused>) {
         let tier = Tier::Device;
-        let predicted =
-            run.iter().filter(|p| self.pages.read(p.id).is_cached()).map(|p| self.units_of(p.id)).sum();
+        let units_of = |line: Line<'_>| self.classes[line.location().class().as_usize()].units;
+        let predicted = run
+            .iter()
+            .map(|page| self.pages.line(page.id))
+            .zip(run)
+            .filter(|(line, page)| {
+                let word = line.read();
+                word.is_cached() && word.generation() == page.generation
+            })
+            .map(|(line, _)| units_of(line))
+            .sum();
         // What does not fit in bulk is asked for page by page.
         let mut credit = match predicted {
             0 => 0,
@@ -206,9 +235,10 @@ impl Pool {
         };
         let (mut unpinned, mut n, mut refused) = (0, 0, None);
         'pages: for page in run {
-            let units = self.units_of(page.id);
+            let line = self.pages.line(page.id);
+            let units = units_of(line);
             loop {
-                let shared = self.pages.transit_with(page.id, |w| {
+                let shared = line.transit_with(|w| {
                     if w.is_cached() && credit < units { None } else { w.share(page.generation) }
                 });
                 match shared {
@@ -249,11 +279,9 @@ impl Pool {
         if first == id || self.pages.children(id) > 0 || !self.index.has_copy(&self.pages, id) {
             return false;
         }
-        let taken = self.pages.transit(id, |w| w.evict()).is_ok();
-        if taken {
-            self.expel(id);
-        }
-        taken
+        let Ok(word) = self.pages.transit(id, |w| w.evict()) else { return false };
+        self.expel_alone(id, word);
+        true
     }
 
     /// One more reference on each page, by somebody who holds them (a fork). Stops at a page with too many references:
@@ -354,12 +382,12 @@ impl Pool {
 
     /// A page off the device that nobody holds and nothing continues ends. The caller would put it into the order.
     fn drop_lost(&self, id: PageId) -> bool {
-        let lost = self.pages.read(id).is_away() && self.pages.children(id) == 0;
-        let taken = lost && self.pages.transit(id, |w| w.evict()).is_ok();
-        if taken {
-            self.expel(id);
+        if !self.pages.read(id).is_away() || self.pages.children(id) > 0 {
+            return false;
         }
-        taken
+        let Ok(word) = self.pages.transit(id, |w| w.evict()) else { return false };
+        self.expel_alone(id, word);
+        true
     }
 
     /// Drop one reference on a page that may be off the device, or on its way: where it lies is known only after that.

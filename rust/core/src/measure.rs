@@ -72,26 +72,26 @@ impl Cache {
         }
     }
 
-    /// A free page, evicting one if need be.
+    /// A free page.
     fn take(&mut self) -> Option<PageRef> {
-        let id = match self.free.pop() {
-            Some(id) => id,
-            None => self.evict()?,
-        };
+        let id = self.free.pop()?;
         let word = self.pages.transit(id, |w| w.take()).ok()?;
         self.pages.set_payer(id, TENANT);
         Some(PageRef { id, generation: word.generation() })
     }
 
-    fn evict(&self) -> Option<PageId> {
-        let id = self.orders.victim(&self.pages, TENANT, 0)?;
-        self.index.remove(self.pages.key(id), id);
-        if let Link::Page(parent) = self.pages.link(id)
-            && self.pages.remove_child(parent.id)
-        {
-            self.orders.unstick(TENANT);
-        }
-        self.pages.transit(id, |w| w.retire()).ok().map(|_| id)
+    /// Evict until `n` pages are free, if they can be.
+    fn evict(&mut self, n: usize) {
+        let Self { pages, index, orders, free, .. } = self;
+        let missing = n.saturating_sub(free.len());
+        orders.victims(pages, TENANT, Some(0), missing, |id, word| {
+            if word.is_indexed() {
+                index.remove(pages.key(id), id);
+            }
+            let _ = pages.transit(id, |w| w.retire());
+            free.push(id);
+            parent(pages, id)
+        });
     }
 
     fn publish(&self, page: PageRef, parent: Parent, key: ChainKey, tokens: &[u32], proven: bool) -> Seen {
@@ -107,14 +107,17 @@ impl Cache {
         self.pages.set_tokens(page.id, tokens);
         let _ = self.pages.transit(page.id, |w| w.publish(proven));
         self.index.insert(key, page.id);
-        Seen { page, prefix: page.to_bits() }
+        Seen { page, prefix: page.to_bits(), exact: true }
     }
 
-    fn release(&self, page: PageRef) {
-        let dropped = self.pages.transit_with(page.id, |w| w.drop_ref(page.generation));
-        if dropped == Ok(Dropped::Cached { enqueue: true }) {
-            self.orders.enqueue(&self.pages, TENANT, page.id);
-        }
+    /// Let a sequence's pages go, the last first.
+    fn release(&self, held: &[Seen]) {
+        let cached = |page: PageRef| {
+            let dropped = self.pages.transit_with(page.id, |w| w.drop_ref(page.generation));
+            (dropped == Ok(Dropped::Cached { enqueue: true })).then_some(page.id)
+        };
+        let ids: Vec<_> = held.iter().rev().filter_map(|seen| cached(seen.page)).collect();
+        self.orders.enqueue_all(&self.pages, TENANT, &ids);
     }
 
     /// One request from start to end: how many of its pages hit. `None`: more pages than the cache has.
@@ -125,20 +128,24 @@ impl Cache {
         let hits = held.len();
         let missed = keys[hits..].iter().map(|&key| self.hasher.index_key(key, GROUP));
         let proven = hits + self.orders.recall(TENANT, missed);
-        let mut taken = vec![];
-        while hits + taken.len() < keys.len() {
-            taken.push(self.take()?);
-        }
-        for page in taken {
+        self.evict(keys.len() - hits);
+        for _ in hits..keys.len() {
+            let page = self.take()?;
             let nth = held.len();
             let parent = held.last().map_or(root, |seen| seen.as_parent());
             let tokens = &tokens[nth * self.page_tokens..(nth + 1) * self.page_tokens];
             held.push(self.publish(page, parent, keys[nth], tokens, nth < proven));
         }
-        for seen in held.iter().rev() {
-            self.release(seen.page);
-        }
+        self.release(&held);
         Some(hits)
+    }
+}
+
+/// The page that a page continues.
+fn parent(pages: &Pages, id: PageId) -> Option<PageRef> {
+    match pages.link(id) {
+        Link::Page(parent) => Some(parent),
+        Link::Digest(_) => None,
     }
 }
 
@@ -196,7 +203,7 @@ pub fn rooms(pages: u32) -> Vec<(&'static str, f64)> {
             held.clear();
             cache.hit(root, &keys, &tokens, &mut held);
             assert_eq!(held.len(), chain, "all of it is cached");
-            held.iter().rev().for_each(|seen| cache.release(seen.page));
+            cache.release(&held);
         }),
     ));
     rows.push((
@@ -205,7 +212,7 @@ pub fn rooms(pages: u32) -> Vec<(&'static str, f64)> {
             held.clear();
             let root = cache.chain(&tokens, &mut keys);
             cache.hit(root, &keys, &tokens, &mut held);
-            held.iter().rev().for_each(|seen| cache.release(seen.page));
+            cache.release(&held);
         }),
     ));
 
@@ -243,23 +250,23 @@ pub fn rooms(pages: u32) -> Vec<(&'static str, f64)> {
     ));
 
     // Churn first, so that spare nodes are where they will be after hours.
-    let batch = (pages / 4).clamp(1, 1024);
-    let churn = |rounds: u32| {
-        for _ in 0..rounds * batch {
-            let Some(id) = cache.evict() else { continue };
-            let Ok(page) = cache.pages.transit(id, |w| w.take()) else { continue };
-            cache.pages.set_payer(id, TENANT);
-            cache.pages.set_names(id, u64::from(id.0), Link::Digest(1), 0);
-            let _ = cache.pages.transit(id, |w| w.publish(false));
-            cache.release(PageRef { id, generation: page.generation() });
+    let batch = (pages / 4).clamp(1, 128) as usize;
+    let mut churn = |rounds: usize| {
+        for _ in 0..rounds {
+            cache.evict(batch);
+            held.clear();
+            for _ in 0..batch {
+                let Some(page) = cache.take() else { continue };
+                cache.pages.set_names(page.id, u64::from(page.id.0), Link::Digest(1), 0);
+                let _ = cache.pages.transit(page.id, |w| w.publish(false));
+                held.push(Seen { page, prefix: 0, exact: true });
+            }
+            cache.release(&held);
         }
     };
-    let rounds = 2 * pages / batch;
+    let rounds = 2 * pages as usize / batch;
     churn(rounds);
-    rows.push((
-        "evict (with index), take, publish, enqueue",
-        best(5, (rounds * batch) as usize, || churn(rounds)),
-    ));
+    rows.push(("evict (with index), take, publish, enqueue", best(5, rounds * batch, || churn(rounds))));
 
     let mut left = vec![];
     let order = cache.orders.queued(TENANT);
@@ -267,24 +274,17 @@ pub fn rooms(pages: u32) -> Vec<(&'static str, f64)> {
     rows.push((
         "victim alone",
         best(1, all, || {
-            while let Some(id) = cache.orders.victim(&cache.pages, TENANT, 0) {
-                if let Link::Page(parent) = cache.pages.link(id) {
-                    cache.pages.remove_child(parent.id);
-                }
+            cache.orders.victims(&cache.pages, TENANT, Some(0), all, |id, _| {
                 left.push(id);
-            }
+                parent(&cache.pages, id)
+            });
         }),
     ));
     assert_eq!(left.len(), all, "everything left");
     for &id in &left {
         let _ = cache.pages.transit(id, |w| w.retire());
     }
-    rows.push((
-        "enqueue alone",
-        best(1, all, || {
-            left.iter().for_each(|&id| cache.orders.enqueue(&cache.pages, TENANT, id));
-        }),
-    ));
+    rows.push(("enqueue alone", best(1, all, || cache.orders.enqueue_all(&cache.pages, TENANT, &left))));
     let bytes = cache.index.bytes() + cache.orders.bytes() + u64::from(pages) * 64;
     rows.push(("bytes a page: table, index, ghosts", bytes as f64 / f64::from(pages)));
     rows

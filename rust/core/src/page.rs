@@ -12,7 +12,7 @@
 //! | 4 | prefix: the identity of the content from the root to here ([`PageRef`] bits of the first page that had it) | the publisher |
 //! | 5 | payer (bits 0-23), protection (24-27), its expiry (28-39), children in the index (40-63) | taker; children by whoever publishes or evicts a child |
 //! | 6 | order node: next (evict.rs) | evict.rs |
-//! | 7 | order node: value (0-31), spare node of this page (32-63), XORed with the page's own index so that 0 is the start | evict.rs |
+//! | 7 | order node: value, XORed with the page's own index so that 0 is the start | evict.rs |
 //!
 //! Beside them the tokens of every published page, for the exact comparison on a hit: `page_tokens` ids of 32 bits, two
 //! to a word.
@@ -114,19 +114,25 @@ impl Pages {
         self.pages
     }
 
+    /// The words of a page, looked up once for all that is to be done with them.
     #[inline]
-    fn at(&self, index: usize, word: usize) -> &AtomicU64 {
-        &self.words[index * STRIDE + word]
+    pub(crate) fn line(&self, id: PageId) -> Line<'_> {
+        self.node(id.0)
+    }
+
+    #[inline]
+    fn node(&self, node: u32) -> Line<'_> {
+        Line(&self.words.as_chunks().0[node as usize])
     }
 
     #[inline]
     pub(crate) fn word(&self, id: PageId) -> &AtomicU64 {
-        self.at(id.as_usize(), WORD)
+        &self.line(id).0[WORD]
     }
 
     #[inline]
     pub(crate) fn read(&self, id: PageId) -> PageWord {
-        PageWord(self.word(id).get())
+        self.line(id).read()
     }
 
     /// Apply a transition: the word after it, or the word that has no such transition.
@@ -136,7 +142,7 @@ impl Pages {
         id: PageId,
         f: impl Fn(PageWord) -> Option<PageWord>,
     ) -> Result<PageWord, PageWord> {
-        self.transit_with(id, |word| f(word).map(|next| (next, next)))
+        self.line(id).transit(f)
     }
 
     /// Apply a transition to a page that the caller owns alone (its id is claimed, or it is LEAVING): no transition of
@@ -158,7 +164,191 @@ impl Pages {
         id: PageId,
         f: impl Fn(PageWord) -> Option<(PageWord, R)>,
     ) -> Result<R, PageWord> {
-        let word = self.word(id);
+        self.line(id).transit_with(f)
+    }
+
+    #[inline]
+    pub(crate) fn location(&self, id: PageId) -> Location {
+        self.line(id).location()
+    }
+    #[inline]
+    pub(crate) fn set_location(&self, id: PageId, location: Location) {
+        self.line(id).0[LOCATION].put(location.0);
+    }
+    /// Move: the new location, if the old one still holds.
+    pub(crate) fn swap_location(&self, id: PageId, from: Location, to: Location) -> Result<(), Location> {
+        self.line(id).0[LOCATION].cas(from.0, to.0).map(drop).map_err(Location)
+    }
+
+    /// Steps write to where it lies, so nobody else moves it.
+    pub(crate) fn set_open(&self, id: PageId) {
+        self.line(id).0[LOCATION].set(OPEN);
+    }
+    /// They don't any more. (A page that has gone meanwhile lies nowhere, and that stays so.)
+    #[inline]
+    pub(crate) fn clear_open(&self, id: PageId) {
+        if self.location(id).is_open() {
+            self.line(id).0[LOCATION].clear(OPEN);
+        }
+    }
+    /// An engine with tables of its own is told where it lies.
+    pub(crate) fn set_outside(&self, id: PageId) {
+        self.line(id).0[LOCATION].set(OUTSIDE);
+    }
+
+    #[inline]
+    pub(crate) fn key(&self, id: PageId) -> u64 {
+        self.line(id).key()
+    }
+    #[inline]
+    pub(crate) fn link(&self, id: PageId) -> Link {
+        self.line(id).link()
+    }
+    /// The identity of the content from the root to this page's end.
+    #[inline]
+    pub(crate) fn prefix(&self, id: PageId) -> u64 {
+        self.line(id).prefix()
+    }
+    /// Give a page its content's names, before it is INDEXED.
+    #[inline]
+    pub(crate) fn set_names(&self, id: PageId, key: u64, link: Link, prefix: u64) {
+        let line = self.line(id);
+        line.0[KEY].put(key);
+        line.0[LINK].put(link.to_words());
+        line.0[PREFIX].put(prefix);
+    }
+
+    #[inline]
+    pub(crate) fn payer(&self, id: PageId) -> TenantId {
+        self.line(id).payer()
+    }
+    /// The taker's first word: who pays; no children, no protection.
+    #[inline]
+    pub(crate) fn set_payer(&self, id: PageId, payer: TenantId) {
+        self.line(id).0[PAYER].put(u64::from(payer.0));
+    }
+    #[inline]
+    pub(crate) fn children(&self, id: PageId) -> u32 {
+        (self.line(id).0[PAYER].get() >> CHILD_SHIFT) as u32
+    }
+    /// One more indexed child; `false` when the count is full (the child then stays out of the index).
+    #[inline]
+    pub(crate) fn add_child(&self, id: PageId) -> bool {
+        self.line(id).0[PAYER]
+            .transit(|w| if w >> CHILD_SHIFT == PAYER_MASK { None } else { Some(w + CHILD) })
+            .is_ok()
+    }
+    /// The first indexed child, of a page that nobody but the caller can find yet.
+    #[inline]
+    pub(crate) fn expect_child(&self, id: PageId) {
+        let word = &self.line(id).0[PAYER];
+        word.put(word.get() + CHILD);
+    }
+    /// One indexed child less; whether it was the last one.
+    #[inline]
+    pub(crate) fn remove_child(&self, id: PageId) -> bool {
+        self.line(id).0[PAYER].minus(CHILD) >> CHILD_SHIFT == 1
+    }
+    /// Protection of 16 bits: level (4) and expiry (12), as evict.rs reads them.
+    #[inline]
+    pub(crate) fn protection(&self, id: PageId) -> u16 {
+        ((self.line(id).0[PAYER].get() & PROTECT_MASK) >> PROTECT_SHIFT) as u16
+    }
+    #[inline]
+    pub(crate) fn set_protection(&self, id: PageId, protection: u16) {
+        let bits = u64::from(protection) << PROTECT_SHIFT;
+        // Never refused: the closure always answers.
+        let _ = self.line(id).0[PAYER].transit(|w| Some(w & !PROTECT_MASK | bits));
+    }
+
+    /// The order's link word of node `node` (a page id, or above them an order's first node).
+    #[inline]
+    pub(crate) fn node_next(&self, node: u32) -> &AtomicU64 {
+        &self.node(node).0[NODE_NEXT]
+    }
+    /// The order's value word of node `node`.
+    #[inline]
+    pub(crate) fn node_value(&self, node: u32) -> &AtomicU64 {
+        &self.node(node).0[NODE_VALUE]
+    }
+
+    #[inline]
+    fn tokens(&self, id: PageId) -> &[AtomicU64] {
+        &self.tokens[id.as_usize() * self.token_words..][..self.token_words]
+    }
+
+    /// Store the tokens of a page; `tokens.len() == page_tokens`.
+    #[inline]
+    pub(crate) fn set_tokens(&self, id: PageId, tokens: &[u32]) {
+        debug_assert_eq!(tokens.len(), self.page_tokens);
+        match (self.tokens(id).as_array(), tokens.as_array()) {
+            // The same code, unrolled.
+            (Some::<&[_; USUAL_WORDS]>(words), Some::<&[_; 2 * USUAL_WORDS]>(tokens)) => store(words, tokens),
+            _ => store(self.tokens(id), tokens),
+        }
+    }
+    /// Whether the page's stored tokens are exactly these.
+    #[inline]
+    pub(crate) fn has_tokens(&self, id: PageId, tokens: &[u32]) -> bool {
+        if tokens.len() != self.page_tokens {
+            return false;
+        }
+        match (self.tokens(id).as_array(), tokens.as_array()) {
+            (Some::<&[_; USUAL_WORDS]>(words), Some::<&[_; 2 * USUAL_WORDS]>(tokens)) => equal(words, tokens),
+            _ => equal(self.tokens(id), tokens),
+        }
+    }
+    /// Whether two pages store the same tokens.
+    pub(crate) fn same_tokens(&self, a: PageId, b: PageId) -> bool {
+        self.tokens(a).iter().zip(self.tokens(b)).all(|(a, b)| a.get() == b.get())
+    }
+    /// Read something of a page's line and of its tokens, so that they are near when they are needed.
+    #[inline]
+    pub(crate) fn touch(&self, id: PageId) -> u64 {
+        self.word(id).peek() ^ self.tokens[id.as_usize() * self.token_words].peek()
+    }
+}
+
+/// Words of the tokens of a page of the default size.
+const USUAL_WORDS: usize = 8;
+
+/// Tokens as they are stored, two to a word.
+#[inline(always)]
+fn packed(tokens: &[u32]) -> impl Iterator<Item = u64> {
+    let (pairs, rest) = tokens.as_chunks::<2>();
+    let pairs = pairs.iter().map(|&[first, second]| u64::from(first) | u64::from(second) << 32);
+    pairs.chain(rest.iter().map(|&last| u64::from(last)))
+}
+
+#[inline(always)]
+fn store(words: &[AtomicU64], tokens: &[u32]) {
+    words.iter().zip(packed(tokens)).for_each(|(word, pair)| word.put(pair));
+}
+
+#[inline(always)]
+fn equal(words: &[AtomicU64], tokens: &[u32]) -> bool {
+    words.iter().zip(packed(tokens)).fold(0, |diff, (word, pair)| diff | word.get() ^ pair) == 0
+}
+
+/// The words of one page.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Line<'a>(&'a [AtomicU64; STRIDE]);
+
+impl Line<'_> {
+    #[inline]
+    pub(crate) fn read(self) -> PageWord {
+        PageWord(self.0[WORD].get())
+    }
+    #[inline]
+    pub(crate) fn transit(self, f: impl Fn(PageWord) -> Option<PageWord>) -> Result<PageWord, PageWord> {
+        self.transit_with(|word| f(word).map(|next| (next, next)))
+    }
+    #[inline]
+    pub(crate) fn transit_with<R>(
+        self,
+        f: impl Fn(PageWord) -> Option<(PageWord, R)>,
+    ) -> Result<R, PageWord> {
+        let word = &self.0[WORD];
         let mut now = word.first();
         loop {
             let Some((next, answer)) = f(PageWord(now)) else { return Err(PageWord(now)) };
@@ -168,137 +358,24 @@ impl Pages {
             }
         }
     }
-
     #[inline]
-    pub(crate) fn location(&self, id: PageId) -> Location {
-        Location(self.at(id.as_usize(), LOCATION).get())
-    }
-    #[inline]
-    pub(crate) fn set_location(&self, id: PageId, location: Location) {
-        self.at(id.as_usize(), LOCATION).put(location.0);
-    }
-    /// Move: the new location, if the old one still holds.
-    pub(crate) fn swap_location(&self, id: PageId, from: Location, to: Location) -> Result<(), Location> {
-        self.at(id.as_usize(), LOCATION).cas(from.0, to.0).map(drop).map_err(Location)
-    }
-
-    /// Steps write to where it lies, so nobody else moves it.
-    pub(crate) fn set_open(&self, id: PageId) {
-        self.at(id.as_usize(), LOCATION).set(OPEN);
-    }
-    /// They don't any more. (A page that has gone meanwhile lies nowhere, and that stays so.)
-    pub(crate) fn clear_open(&self, id: PageId) {
-        if self.location(id).is_open() {
-            self.at(id.as_usize(), LOCATION).clear(OPEN);
-        }
-    }
-    /// An engine with tables of its own is told where it lies.
-    pub(crate) fn set_outside(&self, id: PageId) {
-        self.at(id.as_usize(), LOCATION).set(OUTSIDE);
-    }
-
-    #[inline]
-    pub(crate) fn key(&self, id: PageId) -> u64 {
-        self.at(id.as_usize(), KEY).get()
+    pub(crate) fn location(self) -> Location {
+        Location(self.0[LOCATION].get())
     }
     #[inline]
-    pub(crate) fn link(&self, id: PageId) -> Link {
-        Link::from_words(self.at(id.as_usize(), LINK).get())
-    }
-    /// The identity of the content from the root to this page's end.
-    #[inline]
-    pub(crate) fn prefix(&self, id: PageId) -> u64 {
-        self.at(id.as_usize(), PREFIX).get()
-    }
-    /// Give a page its content's names, before it is INDEXED.
-    #[inline]
-    pub(crate) fn set_names(&self, id: PageId, key: u64, link: Link, prefix: u64) {
-        self.at(id.as_usize(), KEY).put(key);
-        self.at(id.as_usize(), LINK).put(link.to_words());
-        self.at(id.as_usize(), PREFIX).put(prefix);
-    }
-
-    #[inline]
-    pub(crate) fn payer(&self, id: PageId) -> TenantId {
-        TenantId((self.at(id.as_usize(), PAYER).get() & PAYER_MASK) as u32)
-    }
-    /// The taker's first word: who pays; no children, no protection.
-    #[inline]
-    pub(crate) fn set_payer(&self, id: PageId, payer: TenantId) {
-        self.at(id.as_usize(), PAYER).put(u64::from(payer.0));
+    pub(crate) fn key(self) -> u64 {
+        self.0[KEY].get()
     }
     #[inline]
-    pub(crate) fn children(&self, id: PageId) -> u32 {
-        (self.at(id.as_usize(), PAYER).get() >> CHILD_SHIFT) as u32
-    }
-    /// One more indexed child; `false` when the count is full (the child then stays out of the index).
-    #[inline]
-    pub(crate) fn add_child(&self, id: PageId) -> bool {
-        self.at(id.as_usize(), PAYER)
-            .transit(|w| if w >> CHILD_SHIFT == PAYER_MASK { None } else { Some(w + CHILD) })
-            .is_ok()
-    }
-    /// One indexed child less; whether it was the last one.
-    #[inline]
-    pub(crate) fn remove_child(&self, id: PageId) -> bool {
-        self.at(id.as_usize(), PAYER).minus(CHILD) >> CHILD_SHIFT == 1
-    }
-    /// Protection of 16 bits: level (4) and expiry (12), as evict.rs reads them.
-    #[inline]
-    pub(crate) fn protection(&self, id: PageId) -> u16 {
-        ((self.at(id.as_usize(), PAYER).get() & PROTECT_MASK) >> PROTECT_SHIFT) as u16
+    pub(crate) fn link(self) -> Link {
+        Link::from_words(self.0[LINK].get())
     }
     #[inline]
-    pub(crate) fn set_protection(&self, id: PageId, protection: u16) {
-        let bits = u64::from(protection) << PROTECT_SHIFT;
-        // Never refused: the closure always answers.
-        let _ = self.at(id.as_usize(), PAYER).transit(|w| Some(w & !PROTECT_MASK | bits));
+    pub(crate) fn prefix(self) -> u64 {
+        self.0[PREFIX].get()
     }
-
-    /// The order's link word of node `node` (a page id, or above them an order's first node).
     #[inline]
-    pub(crate) fn node_next(&self, node: u32) -> &AtomicU64 {
-        self.at(node as usize, NODE_NEXT)
+    pub(crate) fn payer(self) -> TenantId {
+        TenantId((self.0[PAYER].get() & PAYER_MASK) as u32)
     }
-    /// The order's value word of node `node`.
-    #[inline]
-    pub(crate) fn node_value(&self, node: u32) -> &AtomicU64 {
-        self.at(node as usize, NODE_VALUE)
-    }
-
-    /// Store the tokens of a page; `tokens.len() == page_tokens`.
-    #[inline]
-    pub(crate) fn set_tokens(&self, id: PageId, tokens: &[u32]) {
-        debug_assert_eq!(tokens.len(), self.page_tokens);
-        let start = id.as_usize() * self.token_words;
-        for (word, pair) in self.tokens[start..start + self.token_words].iter().zip(tokens.chunks(2)) {
-            word.put(pack(pair));
-        }
-    }
-    /// Whether the page's stored tokens are exactly these.
-    #[inline]
-    pub(crate) fn has_tokens(&self, id: PageId, tokens: &[u32]) -> bool {
-        let start = id.as_usize() * self.token_words;
-        tokens.len() == self.page_tokens
-            && self.tokens[start..start + self.token_words]
-                .iter()
-                .zip(tokens.chunks(2))
-                .fold(0, |diff, (word, pair)| diff | word.get() ^ pack(pair))
-                == 0
-    }
-    /// Whether two pages store the same tokens.
-    pub(crate) fn same_tokens(&self, a: PageId, b: PageId) -> bool {
-        let of = |id: PageId| &self.tokens[id.as_usize() * self.token_words..][..self.token_words];
-        of(a).iter().zip(of(b)).all(|(a, b)| a.get() == b.get())
-    }
-    /// Read something of a page's line and of its tokens, so that they are near when they are needed.
-    #[inline]
-    pub(crate) fn touch(&self, id: PageId) -> u64 {
-        self.word(id).peek() ^ self.tokens[id.as_usize() * self.token_words].peek()
-    }
-}
-
-#[inline]
-fn pack(pair: &[u32]) -> u64 {
-    u64::from(pair[0]) | pair.get(1).map_or(0, |&t| u64::from(t) << 32)
 }

@@ -9,7 +9,7 @@
 //! | let go (no key) | page word LEAVING, id, frame, discharge | the same |
 //! | let go (has a key) | page word cached, held to cached in the ledger, eviction order | a cached page counted as held |
 //! | hit | cached to held in the ledger, page word held | the same |
-//! | evict | page word LEAVING, index, parent's child count, id, frame, cached bytes down | charged bytes without a page |
+//! | evict | page word LEAVING, index, id, frame, parent's child count, cached bytes down | charged bytes without a page |
 //! | publish | names and tokens, parent's child count, page word INDEXED, index | a page with a key that nobody finds yet |
 //!
 //! So charged bytes are never less than the bytes of allocated frames, and what is reclaimable is never promised twice.
@@ -115,6 +115,11 @@ pub struct Pool {
     closed: AtomicU32,
     /// Per lane a cache line: operations entered, operations left.
     pub(crate) ops: Words,
+    /// Per tenant: how many have frozen it; and all together.
+    pub(crate) frozen: Words,
+    pub(crate) any_frozen: AtomicU64,
+    /// Per tenant: watermarks (reclaim.rs).
+    pub(crate) marks: Words,
     /// Per tenant: sequences that are open, whether or not they hold pages.
     pub(crate) sequences: Words,
 }
@@ -258,6 +263,9 @@ impl Pool {
             turns: AtomicU64::new(0),
             closed: AtomicU32::new(0),
             ops: Words::zeroed(LANES * 8),
+            frozen: Words::zeroed(max_tenants as usize),
+            any_frozen: AtomicU64::new(0),
+            marks: Words::zeroed(max_tenants as usize),
             sequences: Words::zeroed(max_tenants as usize),
             arenas,
             layouts,
@@ -667,7 +675,7 @@ impl Pool {
 
     /// Evict up to `n` cached pages of `tenant` for `asker`: pages, units. Ids and frames of a size that is wanted go to a
     /// scratch instead of back into the free sets.
-    fn evict_of(
+    pub(crate) fn evict_of(
         &self,
         lane: Lane,
         tenant: TenantId,
@@ -676,17 +684,11 @@ impl Pool {
         last_resort: bool,
         wanted: &mut Option<(SizeId, &mut Scratch)>,
     ) -> (usize, u32) {
-        let now = self.ticks();
-        let next = || match last_resort {
-            false => self.orders.victim(&self.pages, tenant, now),
-            true => self.orders.drain_one(&self.pages, tenant),
-        };
+        let now = (!last_resort).then(|| self.ticks());
         // Pages that left the device wait in the order too, if others continued them when they were let go.
-        let (mut pages, mut units, mut elsewhere) = (0, 0, 0);
-        while pages < n
-            && let Some(id) = next()
-        {
-            let (class, location) = self.take_out(id);
+        let (mut units, mut elsewhere) = (0, 0);
+        let pages = self.orders.victims(&self.pages, tenant, now, n, |id, word| {
+            let (class, location, parent) = self.take_out(id, word);
             match wanted {
                 Some((size, scratch))
                     if class.size == *size
@@ -698,12 +700,12 @@ impl Pool {
                 }
                 _ => self.free_place(id, class, location),
             }
-            pages += 1;
             match location.tier() {
                 Some(Tier::Host) => elsewhere += class.units,
                 _ => units += class.units,
             }
-        }
+            parent
+        });
         if elsewhere > 0 {
             self.ledger.drop_cached(Tier::Host, tenant, Units(elsewhere));
         }
@@ -732,29 +734,37 @@ impl Pool {
             Why::Claim => Counter::RefusedClaim,
             Why::Frames => Counter::RefusedFrames,
             Why::Fragmented => Counter::RefusedFragmented,
-            Why::Row | Why::Budget => return,
+            Why::Row | Why::Budget | Why::Frozen => return,
         };
         self.stats.count(lane, counter, 1);
         self.stats.count_for(refusal.tenant, TenantCounter::Refused, 1);
     }
 
-    /// Take a page that is LEAVING and was cached out of the books.
-    pub(crate) fn expel(&self, id: PageId) {
+    /// Take a page that is LEAVING and was cached out of the books: the page that it continued, whose child count is still
+    /// to be lowered.
+    pub(crate) fn expel(&self, id: PageId, word: PageWord) -> Option<PageRef> {
         let payer = self.pages.payer(id);
-        let (class, location) = self.take_out(id);
+        let (class, location, parent) = self.take_out(id, word);
         self.free_place(id, class, location);
         self.ledger.drop_cached(location.tier().unwrap_or(Tier::Device), payer, Units(class.units));
+        parent
     }
 
-    /// A LEAVING page out of the index and on to its next life; its id and frame are the caller's.
-    fn take_out(&self, id: PageId) -> (ClassInfo, Location) {
+    /// [`Self::expel`] of a page that leaves alone.
+    pub(crate) fn expel_alone(&self, id: PageId, word: PageWord) {
+        if let Some(parent) = self.expel(id, word) {
+            self.orders.lose_child(&self.pages, parent);
+        }
+    }
+
+    /// A LEAVING page out of the index and on to its next life; its id and frame are the caller's, and so is what is left
+    /// to do for the page that it continued.
+    fn take_out(&self, id: PageId, word: PageWord) -> (ClassInfo, Location, Option<PageRef>) {
         let location = self.pages.location(id);
         let class = self.classes[location.class().as_usize()];
-        if self.pages.read(id).is_indexed() {
-            self.unindex(id, class.group);
-        }
+        let parent = if word.is_indexed() { self.unindex(id, class.group) } else { None };
         self.retire(id);
-        (class, location)
+        (class, location, parent)
     }
 
     /// Id and frame of a page that has ended into the free sets.

@@ -124,7 +124,7 @@ pub(crate) struct Build<'a> {
     pub(crate) plan: Plan,
     /// Only ask: take no row, no lease and no place.
     dry: bool,
-    endings: Vec<Box<dyn Ending>>,
+    pub(crate) endings: Vec<Box<dyn Ending>>,
     sequences: Vec<Arc<Sequence>>,
 }
 
@@ -277,13 +277,34 @@ impl<'a> Build<'a> {
         Self { pool, lane, plan, dry, endings: Vec::new(), sequences: Vec::new() }
     }
 
+    pub(crate) fn is_dry(&self) -> bool {
+        self.dry
+    }
+
+    pub(crate) fn lane(&self) -> Lane {
+        self.lane
+    }
+
     /// The plan is there; a dry one says what would be.
     pub(crate) fn open(self, ttl_ms: u64) -> Built {
-        if self.dry {
-            return (self.plan, self.sequences);
-        }
         let draft = Draft { plan: self.plan, endings: self.endings };
-        (self.pool.open_draft(self.lane, draft, ttl_ms, false), self.sequences)
+        (self.pool.open_draft(self.lane, draft, ttl_ms, self.dry), self.sequences)
+    }
+
+    /// There will be no plan: what was taken for it goes back.
+    pub(crate) fn give_up(self) {
+        let draft = Draft { plan: self.plan, endings: self.endings };
+        self.pool.open_draft(self.lane, draft, 0, true);
+    }
+
+    /// Let another room add to it.
+    pub(crate) fn with_draft<R>(&mut self, f: impl FnOnce(Lane, &mut Draft) -> R) -> R {
+        let Plan { kind, tenant, asked, .. } = self.plan;
+        let plan = std::mem::replace(&mut self.plan, Plan::new(kind, tenant, asked));
+        let mut draft = Draft { plan, endings: std::mem::take(&mut self.endings) };
+        let answer = f(self.lane, &mut draft);
+        (self.plan, self.endings) = (draft.plan, draft.endings);
+        answer
     }
 
     /// Take a sequence off the device. What is paid for below `within` counts as coming back; `victim`: the tenant whose

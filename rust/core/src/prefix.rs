@@ -12,7 +12,7 @@
 
 use crate::{
     hash::ChainKey,
-    index::{AHEAD, Parent, Seen, Wanted, page_before},
+    index::{AHEAD, Parent, Wanted, page_before},
     pool::{Pool, Scratch},
     spec::GroupKind,
     word::{GroupId, Lane, PageRef, TenantId},
@@ -75,7 +75,7 @@ pub(crate) struct Prompt<'a> {
 /// The chain of a lookup in progress.
 struct Chain {
     keys: Vec<ChainKey>,
-    seen: Vec<Seen>,
+    seen: Vec<PageRef>,
     /// Pages of other groups count only if they continue the very pages of the chain.
     exact: bool,
 }
@@ -139,18 +139,17 @@ impl Pool {
             }
             break;
         }
-        if let Some(group) = anchor {
-            let held: Vec<_> = chain.seen.iter().map(|s| s.page).collect();
-            let (keep, surplus) = held.split_at(n as usize);
-            self.let_go_reversed(lane, surplus, scratch);
-            tables[group.as_usize()] = (0, keep.to_vec());
-        }
         chain.keys.truncate(n as usize + 1);
         let parent = match (n, anchor) {
             (0, _) => Parent::Digest(self.hasher.digest(prompt.root)),
-            (_, Some(_)) => chain.seen[n as usize - 1].as_parent(),
+            (_, Some(_)) => self.parent_of(chain.seen[n as usize - 1]),
             (_, None) => Parent::Digest(self.hasher.digest(chain.keys[n as usize])),
         };
+        if let Some(group) = anchor {
+            self.let_go_reversed(lane, &chain.seen[n as usize..], scratch);
+            chain.seen.truncate(n as usize);
+            tables[group.as_usize()] = (0, chain.seen);
+        }
         Hit { pages: n, tables, keys: chain.keys, parent }
     }
 
@@ -160,6 +159,7 @@ impl Pool {
         let page_tokens = self.spec.page_tokens();
         let most = (prompt.tokens.len() as u32).saturating_sub(1) / page_tokens;
         let mut chain = Chain { keys: vec![prompt.root], seen: Vec::new(), exact: false };
+        let mut parent = self.anchor_parent(prompt, &chain, 0);
         for page in 0..most {
             let scope = scope_at(ranges, prompt.tenant, page_tokens, page);
             chain.keys.push(self.hasher.page(
@@ -167,17 +167,12 @@ impl Pool {
                 chain.keys[page as usize],
                 self.page_of(prompt.tokens, page),
             ));
-            let parent = self.anchor_parent(prompt, &chain, page);
-            match self.index.lookup(
-                &self.pages,
-                &self.wanted(prompt, &chain, scope, group, page, parent),
-                Some,
-            ) {
-                Some(seen) => chain.seen.push(seen),
-                None => break,
-            }
+            let wanted = self.wanted(prompt, &chain, scope, group, page, parent);
+            let Some(seen) = self.index.lookup(&self.pages, &wanted, Some) else { break };
+            chain.seen.push(seen.page);
+            parent = seen.as_parent();
         }
-        chain.seen.iter().map(|s| s.page).collect()
+        chain.seen
     }
 
     fn page_of<'a>(&self, tokens: &'a [u32], page: u32) -> &'a [u32] {
@@ -188,8 +183,13 @@ impl Pool {
     fn anchor_parent(&self, prompt: &Prompt<'_>, chain: &Chain, page: u32) -> Parent {
         match page.checked_sub(1) {
             None => Parent::Digest(self.hasher.digest(prompt.root)),
-            Some(before) => chain.seen[before as usize].as_parent(),
+            Some(before) => self.parent_of(chain.seen[before as usize]),
         }
+    }
+
+    /// What continues a page that is held.
+    fn parent_of(&self, at: PageRef) -> Parent {
+        Parent::Page { at, prefix: self.pages.prefix(at.id) }
     }
 
     fn wanted<'a>(
@@ -220,7 +220,6 @@ impl Pool {
         chain: &mut Chain,
     ) {
         let page_tokens = self.spec.page_tokens();
-        let mut keys = [0; AHEAD];
         let mut found = Vec::with_capacity(AHEAD);
         loop {
             let start = chain.seen.len() as u32;
@@ -233,27 +232,42 @@ impl Pool {
             if some == 0 {
                 return;
             }
-            chain.keys.truncate(start as usize + 1);
-            self.hash_on(prompt, ranges, start..start + some, &mut chain.keys);
+            self.hash_on(prompt, ranges, chain.keys.len() as u32 - 1..start + some, &mut chain.keys);
+            let mut keys = [0; AHEAD];
             for (index_key, &key) in keys.iter_mut().zip(&chain.keys[start as usize + 1..]) {
                 *index_key = self.hasher.index_key(key, group);
             }
             let hints = self.index.probe(&self.pages, &keys[..some as usize]);
             found.clear();
-            for (nth, page) in (start..start + some).enumerate() {
-                let scope = scope_at(ranges, prompt.tenant, page_tokens, page);
-                let parent = self.anchor_parent(prompt, chain, page);
-                let wanted = self.wanted(prompt, chain, scope, group, page, parent);
-                match self.index.lookup_probed(&self.pages, &hints, nth, &wanted, Some) {
-                    Some(seen) => {
-                        chain.seen.push(seen);
-                        found.push(seen.page);
-                        self.follow_back(lane, chain, chain.seen.len() - 1, start as usize, &mut found);
-                    }
-                    None => break,
+            let mut parent = self.anchor_parent(prompt, chain, start);
+            for (&key, (nth, page)) in keys.iter().zip((start..start + some).enumerate()) {
+                let wanted = Wanted {
+                    key,
+                    scope: scope_at(ranges, prompt.tenant, page_tokens, page),
+                    parent,
+                    tokens: self.compare_tokens.then(|| self.page_of(prompt.tokens, page)),
+                };
+                let Some(seen) = self.index.lookup_probed(&self.pages, &hints, nth, &wanted, Some) else {
+                    break;
+                };
+                parent = seen.as_parent();
+                chain.seen.push(seen.page);
+                found.push(seen.page);
+                if !seen.exact {
+                    self.follow_back(lane, chain, chain.seen.len() - 1, start as usize, &mut found);
+                }
+                // While the processor waits for this page's words it can hash the page that is looked up next time.
+                let ahead = page + AHEAD as u32;
+                if ahead < most {
+                    let scope = scope_at(ranges, prompt.tenant, page_tokens, ahead);
+                    let last = chain.keys.last().copied().unwrap_or(prompt.root);
+                    chain.keys.push(self.hasher.page(scope, last, self.page_of(prompt.tokens, ahead)));
                 }
             }
-            let (held, refusal) = self.hold(lane, &found);
+            let (held, refusal) = match ranges.is_empty() {
+                true => self.hold_of(lane, prompt.tenant, &found),
+                false => self.hold(lane, &found),
+            };
             chain.seen.truncate(start as usize + held);
             if held == some as usize {
                 continue;
@@ -265,6 +279,7 @@ impl Pool {
                 && let Some(r) = range_at(ranges, page_tokens, end)
                 && !ranges[r].may_publish
             {
+                chain.keys.truncate(end as usize + 1);
                 ranges.insert(r, Range { end: end * page_tokens, ..ranges[r] });
                 ranges[r + 1].scope = prompt.tenant;
                 ranges[r + 1].may_publish = true;
@@ -287,18 +302,18 @@ impl Pool {
         found: &mut [PageRef],
     ) {
         while last > 0
-            && let Some(before) = page_before(&self.pages, chain.seen[last].page.id)
-            && before != chain.seen[last - 1].page
+            && let Some(before) = page_before(&self.pages, chain.seen[last].id)
+            && before != chain.seen[last - 1]
         {
             last -= 1;
-            let copy = std::mem::replace(&mut chain.seen[last].page, before);
+            let copy = std::mem::replace(&mut chain.seen[last], before);
             if last >= start {
                 found[last - start] = before;
             } else if self.hold(lane, &[before]).0 == 1 {
                 self.let_go(lane, &[copy], &mut Scratch::default());
             } else {
                 // It is going, or may not be held: the copy is as good.
-                chain.seen[last].page = copy;
+                chain.seen[last] = copy;
                 return;
             }
         }
@@ -359,17 +374,14 @@ impl Pool {
         page: u32,
     ) -> Option<PageRef> {
         let parent = match chain.seen.get(page as usize) {
-            Some(anchor) => anchor.as_parent(),
+            Some(&anchor) => self.parent_of(anchor),
             None => Parent::Digest(self.hasher.digest(chain.keys[page as usize])),
         };
         let scope = scope_at(ranges, prompt.tenant, self.spec.page_tokens(), page);
         let wanted = self.wanted(prompt, chain, scope, group, page, parent);
         let found = self.index.lookup(&self.pages, &wanted, Some)?.page;
         let fits = !chain.exact
-            || chain
-                .seen
-                .get(page as usize)
-                .is_none_or(|at| page_before(&self.pages, found.id) == Some(at.page));
+            || chain.seen.get(page as usize).is_none_or(|&at| page_before(&self.pages, found.id) == Some(at));
         fits.then_some(found)
     }
 
@@ -401,7 +413,7 @@ impl Pool {
                 .filter(|&group| self.places(group, n).contains(&last))
                 .find_map(|group| self.look(prompt, ranges, chain, group, last));
             chain.exact = true;
-            let at = &mut chain.seen[last as usize].page;
+            let at = &mut chain.seen[last as usize];
             if let Some(copy) = found.and_then(|page| page_before(&self.pages, page.id))
                 && copy != *at
                 && self.hold(lane, &[copy]).0 == 1

@@ -136,6 +136,10 @@ impl Pool {
                 ))
             })?;
         self.check_tenant(tenant)?;
+        if self.is_frozen(tenant) {
+            let refusal = self.frozen(tenant, self.need(total) * self.spec.unit());
+            return Err(refusal.into());
+        }
         let asked = self.ranges(tenant, &open)?;
         let born = self.next_turn();
         let lane = Lane::wrapped(born);

@@ -202,6 +202,17 @@ impl Words {
     }
 }
 
+/// A zeroed array of half words, as [`Words::zeroed`].
+#[cfg(not(any(kvalloc_loom, kvalloc_shuttle)))]
+pub(crate) fn zeroed_halves(len: usize) -> Box<[AtomicU32]> {
+    bytemuck::zeroed_slice_box(len)
+}
+
+#[cfg(any(kvalloc_loom, kvalloc_shuttle))]
+pub(crate) fn zeroed_halves(len: usize) -> Box<[AtomicU32]> {
+    (0..len).map(|_| AtomicU32::new(0)).collect()
+}
+
 impl std::ops::Deref for Words {
     type Target = [AtomicU64];
     #[inline]

@@ -42,6 +42,7 @@ pub(crate) fn why(why: Why) -> &'static str {
         Why::Claim => "claim",
         Why::Frames => "frames",
         Why::Fragmented => "fragmented",
+        Why::Frozen => "frozen",
         Why::Row => "row",
         Why::Budget => "budget",
     }
@@ -67,6 +68,9 @@ pub(crate) fn sentence(pool: &Pool, refusal: &Refusal) -> String {
         Why::Fragmented => format!(
             "{tenant} asked for {asked} bytes; {room} are free, but in extents that serve pages of another size: \
              wait until those are empty"
+        ),
+        Why::Frozen => format!(
+            "{tenant} is frozen: no new requests, and no growth beyond what was admitted, until it is thawed"
         ),
         Why::Row => {
             format!("{tenant} asked for {asked} tokens, and a row of this batch shows at most {room}")

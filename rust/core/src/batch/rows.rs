@@ -252,7 +252,8 @@ impl Inner {
                 .map(|(&known, &slots)| known.saturating_sub(slots).max(1)),
         );
         let most = budget.map_or(shape.step, |b| b.min(shape.step));
-        let total: u64 = plan.iter().map(|&c| u64::from(c)).sum();
+        let one_each = plan.iter().fold(1, |all, &count| all | count) == 1;
+        let total = if one_each { rows as u64 } else { plan.iter().map(|&c| u64::from(c)).sum() };
         if total > u64::from(most) {
             // Rows that decode first, then as much of the prompts as fits, in the order of the rows.
             let mut left = most;
@@ -295,16 +296,22 @@ impl Inner {
     fn list_tight_rows(&mut self) {
         let Hot { slots, room, written, trim, .. } = &self.hot;
         self.tight.clear();
-        // A bit for each row, without a branch: about one row in a page is tight, and nothing could predict which.
+        // A byte and then a bit for each row, without a branch: about one row in a page is tight, and nothing could predict
+        // which.
         for first in (0..self.rows.len()).step_by(64) {
             let n = (self.rows.len() - first).min(64);
             let counts = &self.step.counts[first..][..n];
             let (slots, room) = (&slots[first..][..n], &room[first..][..n]);
             let (written, trim) = (&written[first..][..n], &trim[first..][..n]);
-            let mut bits = 0u64;
-            for row in 0..n {
-                let tight = (slots[row] + counts[row] > room[row]) | (written[row] >= trim[row]);
-                bits |= u64::from(tight & (counts[row] > 0)) << row;
+            let mut tight = [0u8; 64];
+            for (row, tight) in tight[..n].iter_mut().enumerate() {
+                let looked_at = (slots[row] + counts[row] > room[row]) | (written[row] >= trim[row]);
+                *tight = u8::from(looked_at & (counts[row] > 0));
+            }
+            let mut bits = 0;
+            for (nth, &eight) in tight.as_chunks::<8>().0.iter().enumerate() {
+                // Each byte of eight, 0 or 1, becomes a bit of the product's top byte.
+                bits |= (u64::from_le_bytes(eight).wrapping_mul(0x0102_0408_1020_4080) >> 56) << (8 * nth);
             }
             while bits != 0 {
                 self.tight.push(first as u32 + bits.trailing_zeros());
@@ -337,7 +344,8 @@ impl Inner {
                 && hot.room[row] == slots
                 && hot.written[row] < hot.trim[row]
                 && slots < shape.tokens
-                && body.pays_alone();
+                && body.pays_alone()
+                && (slots < body.admitted || !pool.is_frozen(body.tenant));
             if !plain {
                 continue;
             }

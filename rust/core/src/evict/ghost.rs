@@ -9,7 +9,8 @@
 //! | 0 | the page was proven when it left |
 //! | 1-9 | fingerprint of tenant and key, never 0; 0: no entry |
 //!
-//! A fingerprint of nine bits is wrong once in a hundred: [`super::Orders::recall`] believes runs, not single pages.
+//! A fingerprint of nine bits is wrong once in a hundred: [`super::Orders::recall`] believes runs, not single pages. So a
+//! page is remembered with a plain store: of two that are written into one word at the same moment one may be lost.
 
 use crate::{
     sync::{Atom, Words},
@@ -20,6 +21,8 @@ const ENTRY_BITS: u32 = 10;
 const ENTRY: u64 = (1 << ENTRY_BITS) - 1;
 const ENTRIES: u32 = 6;
 const USED: u64 = (1 << (ENTRIES * ENTRY_BITS)) - 1;
+/// The lowest bit of each entry.
+const ONES: u64 = USED / ENTRY;
 const FINGERPRINTS: u64 = ENTRY >> 1;
 const SPREAD: u64 = 0xa076_1d64_78bd_642f;
 
@@ -51,16 +54,18 @@ impl Ghosts {
     /// Remember a page that leaves.
     pub(super) fn remember(&self, tenant: TenantId, key: u64, proven: bool) {
         let (at, entry) = self.place(tenant, key);
-        let entry = entry | u64::from(proven);
-        // Never refused: the closure always answers.
-        let _ = self.words[at].transit(|word| Some(word << ENTRY_BITS & USED | entry));
+        let word = &self.words[at];
+        word.put(word.peek() << ENTRY_BITS & USED | entry | u64::from(proven));
     }
 
     /// Whether a key is remembered, and whether its page was proven; it is forgotten with this.
     pub(super) fn recall(&self, tenant: TenantId, key: u64) -> Option<bool> {
         let (at, entry) = self.place(tenant, key);
         let find = |word: u64| {
-            (0..ENTRIES).map(|n| n * ENTRY_BITS).find(|&shift| (word >> shift & ENTRY & !1) == entry)
+            // The lowest entry that is 0 where it differs from the wanted one shows, all six looked at at once.
+            let diff = (word ^ (entry * ONES)) & !ONES;
+            let zero = diff.wrapping_sub(ONES << 1) & !diff & ONES << (ENTRY_BITS - 1);
+            (zero != 0).then(|| zero.trailing_zeros() + 1 - ENTRY_BITS)
         };
         let before = self.words[at].transit(|word| {
             let shift = find(word)?;

@@ -11,27 +11,36 @@
 //! | --- | --- | --- |
 //! | head, tail of a queue | node, XORed with the queue's first node | tag, one more with every change |
 //! | `node_next` of node k | the next node + 1, 0: none | tag, one more with every link |
-//! | `node_value` of k | the page that node k stands for, XORed with k | the spare node of page k, XORed with k |
+//! | `node_value` of k | the page that node k stands for, XORed with k | |
+//! | `spares[p]` | the spare node of page p, XORed with p | |
 //!
 //! The tags make an old word unequal to a new one, so a node may be used again at once, in any queue.
+//!
+//! # Runs
+//!
+//! Pages come and go in runs, as sequences do, and a run costs what a page costs: it is linked in private and hung behind
+//! the last node at once, and the head moves over many nodes at once. That is sound because a node's link never changes
+//! while the node stands in the queue, and it stands there as long as the head's tag shows that nobody popped.
 //!
 //! # Who may write
 //!
 //! The spare of a page belongs to whoever just set its QUEUED bit (and enqueues it), or popped it and hasn't cleared
-//! the bit yet. The value of a node belongs to whoever holds the node. They may be two threads in one word: each
-//! changes its half.
+//! the bit yet. The value of a node belongs to whoever holds the node.
 //!
 //! A thread that stops anywhere in here stops nobody: a linked node that the tail doesn't know of yet is reached by
 //! whoever comes next.
 
 use crate::{
     page::Pages,
-    sync::{Atom, AtomicU64},
+    sync::{Atom, AtomicU32, AtomicU64, zeroed_halves},
     word::PageId,
 };
 
 const HALF: u64 = u32::MAX as u64;
 const TAG: u64 = 1 << 32;
+
+/// The most pages that are taken out at once.
+pub(super) const MOST: usize = 16;
 
 /// One queue: its two words, and the node it started with.
 #[derive(Clone, Copy, Debug)]
@@ -45,24 +54,53 @@ pub(super) struct Queue<'a> {
 #[derive(Debug)]
 pub(super) struct Node(u32);
 
-/// The next tag, with this index.
-fn retag(word: u64, index: u32) -> u64 {
-    (word & !HALF).wrapping_add(TAG) | u64::from(index)
+/// The pages that one thread has taken out of a queue, each with the node that is its spare from now on.
+#[derive(Debug, Default)]
+pub(super) struct Hand {
+    pages: [(PageId, u32); MOST],
+    len: usize,
+    next: usize,
 }
 
-fn set_half(word: &AtomicU64, shift: u32, half: u32) {
-    // Never refused: the closure always answers.
-    let _ = word.transit(|now| Some(now & !(HALF << shift) | u64::from(half) << shift));
+impl Hand {
+    pub(super) fn is_empty(&self) -> bool {
+        self.next == self.len
+    }
 }
 
-/// The spare node of a page: the caller owns its place in the order.
-pub(super) fn spare(pages: &Pages, id: PageId) -> Node {
-    Node((pages.node_value(id.0).get() >> 32) as u32 ^ id.0)
+impl Iterator for Hand {
+    type Item = (PageId, Node);
+    fn next(&mut self) -> Option<(PageId, Node)> {
+        let &(page, node) = self.pages[..self.len].get(self.next)?;
+        self.next += 1;
+        Some((page, Node(node)))
+    }
 }
 
-/// Give a page its spare node back, before its QUEUED bit goes.
-pub(super) fn set_spare(pages: &Pages, id: PageId, node: &Node) {
-    set_half(pages.node_value(id.0), 32, node.0 ^ id.0);
+/// The spare node of each page.
+#[derive(Debug)]
+pub(super) struct Spares(Box<[AtomicU32]>);
+
+impl Spares {
+    pub(super) fn new(pages: u32) -> Self {
+        Self(zeroed_halves(pages as usize))
+    }
+    /// The caller owns the page's place in the order.
+    pub(super) fn of(&self, id: PageId) -> Node {
+        Node(self.0[id.as_usize()].get() ^ id.0)
+    }
+    /// Give a page its spare node back, before its QUEUED bit goes.
+    pub(super) fn set(&self, id: PageId, &Node(node): &Node) {
+        self.0[id.as_usize()].put(node ^ id.0);
+    }
+    pub(super) fn bytes(&self) -> u64 {
+        size_of_val(&*self.0) as u64
+    }
+}
+
+/// This index, with the tag `n` changes on.
+fn retag(word: u64, index: u32, n: u32) -> u64 {
+    (word & !HALF).wrapping_add(u64::from(n) * TAG) | u64::from(index)
 }
 
 impl Queue<'_> {
@@ -70,12 +108,21 @@ impl Queue<'_> {
         word as u32 ^ self.first
     }
 
-    /// Put page `id` at the end.
-    pub(super) fn push(self, pages: &Pages, id: PageId, node: Node) {
-        let Node(node) = node;
-        set_half(pages.node_value(node), 0, id.0 ^ node);
-        let next = pages.node_next(node);
-        next.put(next.get() & !HALF);
+    /// Put pages at the end, one behind the other.
+    pub(super) fn push(self, pages: &Pages, items: impl Iterator<Item = (PageId, Node)>) {
+        // Nobody else sees these nodes before the first of them is linked.
+        let mut ends: Option<(u32, u32)> = None;
+        for (id, Node(node)) in items {
+            pages.node_value(node).put(u64::from(id.0 ^ node));
+            let next = pages.node_next(node);
+            next.put(next.get() & !HALF);
+            if let Some((_, last)) = ends {
+                let link = pages.node_next(last);
+                link.put(retag(link.get(), node + 1, 1));
+            }
+            ends = Some((ends.map_or(node, |(first, _)| first), node));
+        }
+        let Some((first, end)) = ends else { return };
         loop {
             let tail = self.tail.get();
             let last = pages.node_next(self.node(tail));
@@ -85,33 +132,42 @@ impl Queue<'_> {
             }
             if let Some(behind) = (after as u32).checked_sub(1) {
                 // Somebody linked a node and has not moved the tail yet.
-                let _ = self.tail.cas(tail, retag(tail, behind ^ self.first));
-            } else if last.cas(after, retag(after, node + 1)).is_ok() {
-                let _ = self.tail.cas(tail, retag(tail, node ^ self.first));
+                let _ = self.tail.cas(tail, retag(tail, behind ^ self.first, 1));
+            } else if last.cas(after, retag(after, first + 1, 1)).is_ok() {
+                let _ = self.tail.cas(tail, retag(tail, end ^ self.first, 1));
                 return;
             }
         }
     }
 
-    /// Take the page that stands first, and the node that is its spare from now on.
-    pub(super) fn pop(self, pages: &Pages) -> Option<(PageId, Node)> {
+    /// Take the pages that stand first, `most` at most. An empty hand: there are none.
+    pub(super) fn pop(self, pages: &Pages, most: usize) -> Hand {
+        let mut hand = Hand::default();
         loop {
             let head = self.head.get();
             let tail = self.tail.get();
-            let dummy = self.node(head);
-            let after = pages.node_next(dummy).get();
-            if head != self.head.get() {
-                continue;
+            let mut dummy = self.node(head);
+            let mut behind_tail = None;
+            hand.len = 0;
+            while hand.len < most.min(MOST) {
+                let Some(first) = (pages.node_next(dummy).get() as u32).checked_sub(1) else { break };
+                if dummy == self.node(tail) {
+                    behind_tail = Some(first);
+                    break;
+                }
+                // Read before the head moves: afterwards the node belongs to the page's next turn.
+                let page = PageId(pages.node_value(first).get() as u32 ^ first);
+                hand.pages[hand.len] = (page, dummy);
+                hand.len += 1;
+                dummy = first;
             }
-            let first = (after as u32).checked_sub(1)?;
-            if dummy == self.node(tail) {
-                let _ = self.tail.cas(tail, retag(tail, first ^ self.first));
-                continue;
-            }
-            // Read before the head moves: afterwards the node belongs to the page's next turn.
-            let page = PageId(pages.node_value(first).get() as u32 ^ first);
-            if self.head.cas(head, retag(head, first ^ self.first)).is_ok() {
-                return Some((page, Node(dummy)));
+            if !hand.is_empty() {
+                if self.head.cas(head, retag(head, dummy ^ self.first, hand.len as u32)).is_ok() {
+                    return hand;
+                }
+            } else if head == self.head.get() {
+                let Some(first) = behind_tail else { return hand };
+                let _ = self.tail.cas(tail, retag(tail, first ^ self.first, 1));
             }
         }
     }

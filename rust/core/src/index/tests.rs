@@ -53,7 +53,7 @@ impl Books {
         self.pages.set_tokens(id, tokens);
         self.pages.transit(id, |w| w.publish(false)).expect("a held page is published");
         self.index.insert(key, id);
-        Seen { page, prefix }
+        Seen { page, prefix, exact: true }
     }
 
     /// The pages of a chain under one scope.

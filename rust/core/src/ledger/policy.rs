@@ -238,6 +238,20 @@ impl Ledger {
         self.apply(tenant, policy)
     }
 
+    /// Move a tenant's reserve by `by`, whatever else of its policy changes beside it; it ends at 0.
+    ///
+    /// # Errors
+    /// As [`Self::set_policy`].
+    pub fn shift_reserve(&self, tier: Tier, tenant: TenantId, by: i64) -> Result<(), LedgerError> {
+        let _lock = self.tenants.lock();
+        self.known(tenant)?;
+        let mut policy = self.policy(tenant).ok_or(LedgerError::Unknown { tenant })?;
+        let reserve = &mut policy.reserve[tier.as_usize()];
+        let moved = i64::from(reserve.0).saturating_add(by).max(0);
+        *reserve = Units(u32::try_from(moved).unwrap_or(u32::MAX));
+        self.apply(tenant, &policy)
+    }
+
     /// Change a tier's capacity. Below what is charged is no error: new charges are refused until use is below.
     ///
     /// # Errors

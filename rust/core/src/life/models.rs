@@ -45,7 +45,8 @@ fn pool() -> (Arc<Pool>, TenantId, PageRef) {
     let mut pages = Vec::new();
     let taken = pool.take(LANE, tenant, G, 1, &mut 0, &mut pages, &mut Scratch::default());
     taken.expect("it is free");
-    let names = Names { key: 7, parent: Parent::Digest(1), tokens: Some(&[1, 2]) };
+    let names =
+        Names { key: 7, parent: Parent::Digest(1), tokens: Some(&[1, 2]), counted: false, continued: false };
     pool.publish(LANE, pages[0], G, &names, false, &mut News::default()).expect("there is room");
     (Arc::new(pool), tenant, pages[0])
 }
@@ -93,7 +94,7 @@ fn release(pool: &Pool, page: PageRef) -> usize {
 
 /// Evict the page, if it can be.
 fn evict(pool: &Pool, tenant: TenantId) -> bool {
-    pool.orders.victim(&pool.pages, tenant, 0).map(|id| pool.expel(id)).is_some()
+    pool.orders.victims(&pool.pages, tenant, Some(0), 1, |id, word| pool.expel(id, word)) == 1
 }
 
 #[test]

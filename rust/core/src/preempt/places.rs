@@ -109,9 +109,9 @@ impl Pool {
         let mut ended = 0;
         for tenant in (0..=self.ledger.top()).map(TenantId) {
             if self.ledger.usage(Tier::Host, tenant).cached > Units(0) {
-                self.orders.drain_away(&self.pages, tenant, |id| {
-                    self.expel(id);
+                self.orders.drain_away(&self.pages, tenant, |id, word| {
                     ended += 1;
+                    self.expel(id, word)
                 });
             }
         }

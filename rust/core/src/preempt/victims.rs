@@ -52,6 +52,8 @@ pub struct From<'a> {
     pub batches: &'a [&'a Batch],
     /// Sequences that stand in no batch.
     pub sessions: &'a [Arc<Sequence>],
+    /// Whose sequences are not touched, and those of tenants below it.
+    pub spared: Option<TenantId>,
 }
 
 struct Candidate<'a> {
@@ -157,6 +159,7 @@ impl Build<'_> {
             }
             let owner = sequence.tenant();
             if !pool.ledger.is_under(owner, tenant)
+                || from.spared.is_some_and(|spared| pool.ledger.is_under(owner, spared))
                 || found.iter().any(|c| Arc::ptr_eq(&c.sequence, &sequence))
             {
                 continue;

@@ -36,6 +36,13 @@ impl Table {
 /// How many chain keys a sequence remembers, so that a rejected draft can be taken back without hashing anew.
 const KEPT_KEYS: usize = 4;
 
+/// Whether the child counts of the chain's pages run ahead of their publication, behind a page and before it.
+#[derive(Clone, Copy, Default)]
+struct Chained {
+    to_last: bool,
+    to_next: bool,
+}
+
 /// All that a sequence is.
 #[derive(Debug)]
 pub(crate) struct Body {
@@ -136,14 +143,13 @@ impl Body {
         self.shared_tail = hit.tables.iter().enumerate().any(|(g, t)| state(g) && !t.1.is_empty());
         self.cached = hit.pages * pool.spec.page_tokens();
         (self.slots, self.written, self.published) = (self.cached, self.cached, hit.pages);
-        self.keys = hit.keys;
-        self.keys.drain(..self.keys.len().saturating_sub(KEPT_KEYS));
+        self.keys = hit.keys[hit.keys.len().saturating_sub(KEPT_KEYS)..].to_vec();
         self.parent = Some(hit.parent);
-        let tables = hit.tables.into_iter().enumerate().map(|(g, (start, live))| {
+        let tables = hit.tables.into_iter().enumerate().map(|(g, (start, mut pages))| {
             let start = if state(g) { 0 } else { start };
             let dead = PageRef::from_bits(0);
-            let mut pages = Vec::with_capacity(room.max(start as usize + live.len()));
-            pages.extend(std::iter::repeat_n(dead, start as usize).chain(live));
+            pages.splice(..0, std::iter::repeat_n(dead, start as usize));
+            pages.reserve(room.saturating_sub(pages.len()));
             Table { start, pages }
         });
         self.tables = tables.collect();
@@ -281,6 +287,10 @@ impl Body {
         scratch: &mut Scratch,
     ) -> Result<(), Refusal> {
         let page_tokens = pool.spec.page_tokens();
+        if slots > self.admitted && pool.is_frozen(self.tenant) {
+            let more = u64::from(slots - self.slots) * pool.spec.bytes_per_token();
+            return Err(pool.frozen(self.tenant, more));
+        }
         let end = slots.div_ceil(page_tokens);
         // The group that is looked at first decides who pays for a place; the others follow.
         let first = (0..self.tables.len()).find(|&g| !pool.is_state(GroupId(g as u8))).unwrap_or(0);
@@ -453,10 +463,15 @@ impl Body {
             let proven =
                 pool.orders.recall(scope, keys.iter().map(|&key| pool.hasher.index_key(key, first_group)));
             for (nth, &key) in keys.iter().enumerate() {
-                if !self.publish_page(pool, lane, key, nth < proven, &mut scratch.news) {
+                // In the chain each page counts the next one before that is there, so that it is counted without a word.
+                let chained = Chained { to_last: nth > 0, to_next: nth + 1 < keys.len() };
+                if !self.publish_page(pool, lane, key, chained, nth < proven, &mut scratch.news) {
                     break;
                 }
             }
+            let done = &keys[..(self.published - start) as usize];
+            self.keys.extend_from_slice(&done[done.len().saturating_sub(KEPT_KEYS)..]);
+            self.keys.drain(..self.keys.len().saturating_sub(KEPT_KEYS));
         }
         scratch.keys = keys;
         pool.tell(lane, &mut scratch.news);
@@ -472,20 +487,26 @@ impl Body {
         pool: &Pool,
         lane: Lane,
         key: ChainKey,
+        chained: Chained,
         proven: bool,
         news: &mut News,
     ) -> bool {
         let Some(parent) = self.parent else { return false };
         let page = self.published;
         let tokens = self.page(pool.spec.page_tokens(), page);
-        let names =
-            |group, parent| Names { key: pool.hasher.index_key(key, group), parent, tokens: Some(tokens) };
+        let names = |group, parent, chained: Chained| Names {
+            key: pool.hasher.index_key(key, group),
+            parent,
+            tokens: Some(tokens),
+            counted: chained.to_last,
+            continued: chained.to_next,
+        };
         let anchor = pool.spec.anchor();
         let mut next = Parent::Digest(pool.hasher.digest(key));
         let mut others = parent;
         if let Some(group) = anchor {
             let at = self.tables[group.as_usize()].pages[page as usize];
-            match pool.publish(lane, at, group, &names(group, parent), proven, news) {
+            match pool.publish(lane, at, group, &names(group, parent, chained), proven, news) {
                 Some(seen) => (next, others) = (seen.as_parent(), seen.as_parent()),
                 None => {
                     self.parent = None;
@@ -499,7 +520,7 @@ impl Body {
             if Some(g) != anchor && !pool.is_state(g) && page >= table.start {
                 let at = table.pages[page as usize];
                 // What can't be listed costs later hits, nothing else.
-                if pool.publish(lane, at, g, &names(g, others), proven, news).is_none() {
+                if pool.publish(lane, at, g, &names(g, others, Chained::default()), proven, news).is_none() {
                     // It is full all the same.
                     pool.pages.clear_open(at.id);
                 }
@@ -507,10 +528,6 @@ impl Body {
             }
         }
         self.parent = Some(next);
-        if self.keys.len() == KEPT_KEYS {
-            self.keys.remove(0);
-        }
-        self.keys.push(key);
         self.published += 1;
         true
     }
@@ -554,7 +571,8 @@ impl Body {
         for g in (0..self.tables.len()).map(|g| GroupId(g as u8)).filter(|&g| pool.is_state(g)) {
             let Some(&page) = self.tables[g.as_usize()].pages.first() else { continue };
             if !pool.pages.read(page.id).is_indexed() {
-                let names = Names { key: pool.hasher.index_key(key, g), parent, tokens: Some(tokens) };
+                let key = pool.hasher.index_key(key, g);
+                let names = Names { key, parent, tokens: Some(tokens), counted: false, continued: false };
                 kept |= pool.publish(lane, page, g, &names, false, &mut news).is_some();
                 self.shared_tail = true;
             }

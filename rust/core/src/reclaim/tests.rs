@@ -1,0 +1,301 @@
+//! One thread, one thing at a time: what comes back, what stays, and who gets it.
+
+use super::*;
+use crate::{
+    admit::Verdict,
+    batch::Batch,
+    face::Pages,
+    ledger::Policy,
+    sequence::{Open, Sequence},
+    spec::GroupKind::{Full, Window},
+    tests::build::{batch, empty, green, plain_tenant, pool, relocate, spec, tenant},
+    word::GroupId,
+};
+
+const G: GroupId = GroupId(0);
+const TTL: u64 = 1000;
+
+fn run(b: &Batch) -> Vec<Why> {
+    let refused = b.step(None, None, |s| s.refused.iter().map(|r| r.refusal.why).collect()).expect("step");
+    b.commit(Some(&vec![1; b.rows().expect("free")])).expect("commit");
+    refused
+}
+
+/// Compute a prompt of whole pages and let it go: so many cached pages.
+fn cache(pool: &Arc<Pool>, b: &Batch, t: TenantId, text: u32, pages: u32) {
+    let seq =
+        pool.open(t, Open { tokens: (text..text + 4 * pages).collect(), ..Open::default() }).expect("open");
+    b.add(&seq).expect("row");
+    assert!(run(b).is_empty());
+    seq.close().expect("free");
+}
+
+fn hold(pool: &Arc<Pool>, b: &Batch, t: TenantId, text: u32, pages: u32) -> Arc<Sequence> {
+    let seq =
+        pool.open(t, Open { tokens: (text..text + 4 * pages).collect(), ..Open::default() }).expect("open");
+    b.add(&seq).expect("row");
+    assert!(run(b).is_empty());
+    b.remove(&seq).expect("row");
+    seq
+}
+
+fn cached(pool: &Pool, t: TenantId) -> u32 {
+    pool.ledger().cached(Tier::Device, t).0
+}
+
+fn reserve(pool: &Pool, t: TenantId) -> u32 {
+    pool.ledger().usage(Tier::Device, t).reserve.0
+}
+
+#[test]
+fn what_is_cached_comes_back_and_the_plan_says_what_does_not() {
+    let pool = pool(spec(&[(Full, 1)]), 40);
+    let t = tenant(&pool, ROOT, "t", &Policy { pin_budget: Units(99), ..Policy::default() });
+    let b = batch(&pool, 2, 40);
+    cache(&pool, &b, t, 0, 5);
+    let kept = hold(&pool, &b, t, 100, 3);
+    let pinned = hold(&pool, &b, t, 200, 2);
+    pool.pin(&pinned, 8, t, None, "").expect("published");
+    pinned.close().expect("free");
+    let before = pool.audit();
+    let page = pool.spec().sizes()[0];
+    let (dry, _) = pool.reclaim(t, 9 * page, Live::Stay, TTL, true).expect("a plan");
+    assert!(dry.is_dry());
+    assert_eq!((dry.rungs.free, dry.shortfall, dry.pinned), (5 * page, 4 * page, 2 * page));
+    assert_eq!(pool.audit(), before);
+    let (plan, _) = pool.reclaim(t, 9 * page, Live::Stay, TTL, false).expect("a plan");
+    pool.abort_plan(&plan).expect("open");
+    assert_eq!(pool.audit(), before);
+    // Part of it, coldest and leaf first: the prompt's beginning stays.
+    let (plan, _) = pool.reclaim(t, 2 * page, Live::Stay, TTL, false).expect("a plan");
+    assert_eq!((plan.rungs.free, plan.shortfall), (2 * page, 0));
+    pool.commit_plan(&plan).expect("open");
+    green(&pool);
+    assert_eq!(cached(&pool, t), 3);
+    let again = pool.open(t, Open { tokens: (0..20).collect(), ..Open::default() }).expect("open");
+    assert_eq!(again.counts().expect("free").cached, 12);
+    // Held by then: it stays.
+    let (plan, _) = pool.reclaim(t, page, Live::Stay, TTL, false).expect("a plan");
+    assert_eq!((plan.rungs.free, plan.shortfall), (0, page));
+    pool.commit_plan(&plan).expect("open");
+    drop((again, kept, b));
+    for pin in pool.pins(None) {
+        pool.unpin(pin.id).expect("listed");
+    }
+    empty(&pool);
+}
+
+#[test]
+fn whoever_does_nothing_gives_first() {
+    let pool = pool(spec(&[(Full, 1)]), 60);
+    let org = plain_tenant(&pool, "org");
+    let busy = tenant(&pool, org, "busy", &Policy::default());
+    let idle = tenant(&pool, org, "idle", &Policy::default());
+    let other = plain_tenant(&pool, "other");
+    let b = batch(&pool, 2, 60);
+    cache(&pool, &b, busy, 0, 12);
+    cache(&pool, &b, idle, 0, 4);
+    cache(&pool, &b, other, 0, 12);
+    let running = hold(&pool, &b, busy, 500, 1);
+    let page = pool.spec().sizes()[0];
+    let take = |pages| {
+        let (plan, _) = pool.reclaim(org, pages * page, Live::Stay, TTL, false).expect("a plan");
+        pool.commit_plan(&plan).expect("open");
+        (cached(&pool, busy), cached(&pool, idle))
+    };
+    assert_eq!(take(3), (12, 1));
+    assert_eq!(take(5), (8, 0));
+    assert_eq!(cached(&pool, other), 12, "it stands elsewhere");
+    drop((running, b));
+    empty(&pool);
+}
+
+/// Bad input: more than the tenant has, a tenant that is none.
+#[test]
+fn a_reclaim_of_what_is_not_there() {
+    let pool = pool(spec(&[(Full, 1)]), 10);
+    let t = plain_tenant(&pool, "t");
+    let (plan, _) = pool.reclaim(t, u64::MAX, Live::Stay, TTL, false).expect("a plan");
+    assert_eq!((plan.rungs.free, plan.shortfall), (0, u64::MAX));
+    pool.commit_plan(&plan).expect("open");
+    assert!(matches!(pool.reclaim(TenantId(7), 1, Live::Stay, TTL, false), Err(Error::UnknownTenant(_))));
+    assert!(matches!(pool.top_up(TenantId(7), 1, Live::Stay, 9, TTL, false), Err(Error::UnknownTenant(_))));
+    let all = pool.ledger().capacity(Tier::Device).0;
+    let error = pool.top_up(t, u64::MAX, Live::Stay, 9, TTL, false).expect_err("the pool is smaller");
+    let Error::Plan(Fault::Short { short, .. }) = error else { panic!("{error}") };
+    assert_eq!(short, u64::MAX - pool.bytes(all));
+    empty(&pool);
+}
+
+#[test]
+fn a_frozen_tenant_finishes_what_it_has_begun() {
+    let pool = pool(spec(&[(Full, 1)]), 40);
+    let org = plain_tenant(&pool, "org");
+    let t = tenant(&pool, org, "t", &Policy::default());
+    let b = batch(&pool, 3, 40);
+    let ask = |max_new_tokens, admit| Open { tokens: vec![7; 4], max_new_tokens, admit, ..Open::default() };
+    let admitted = pool.open(t, ask(6, true)).expect("open");
+    let unbound = pool.open(t, ask(0, false)).expect("open");
+    b.add(&admitted).expect("row");
+    b.add(&unbound).expect("row");
+    assert!(run(&b).is_empty());
+    let (plan, _) = pool.reclaim(org, 0, Live::Freeze, TTL, false).expect("a plan");
+    let refused = |answer: Result<Arc<Sequence>, Error>| match answer {
+        Err(Error::Refused(refusal)) => refusal.why,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(refused(pool.open(t, ask(0, false))), Why::Frozen);
+    let verdict = pool.admit(t, &Open::default(), 4).expect("a sound prompt");
+    assert_eq!((verdict.verdict, verdict.why), (Verdict::Wait, Some(Why::Frozen)));
+    assert_eq!(run(&b), [Why::Frozen], "nobody admitted it for more");
+    for _ in 0..5 {
+        assert_eq!(run(&b), [Why::Frozen]);
+    }
+    assert_eq!(admitted.counts().expect("free").written, 10);
+    assert_eq!(run(&b).len(), 1, "what is left of its last page");
+    // The plan comes to nothing: so does the freeze.
+    pool.abort_plan(&plan).expect("open");
+    assert!(run(&b).is_empty() && pool.open(t, ask(0, false)).is_ok());
+    // Committed, it stays until somebody thaws it.
+    let (plan, _) = pool.reclaim(org, 0, Live::Freeze, TTL, false).expect("a plan");
+    pool.commit_plan(&plan).expect("open");
+    assert!(pool.is_frozen(t));
+    pool.set_frozen(org, false).expect("it lives");
+    assert!(!pool.is_frozen(t));
+    // Thawed by hand, then the plan that froze it ends: nobody is left frozen, or freed twice.
+    let (plan, _) = pool.reclaim(org, 0, Live::Freeze, TTL, false).expect("a plan");
+    pool.set_frozen(org, false).expect("it lives");
+    pool.abort_plan(&plan).expect("open");
+    assert_eq!(pool.any_frozen.get(), 0);
+    drop((admitted, unbound, b));
+    empty(&pool);
+}
+
+#[test]
+fn marks_bring_the_cache_down_in_small_steps() {
+    let pool = pool(spec(&[(Full, 1)]), 40);
+    let (t, other) = (plain_tenant(&pool, "t"), plain_tenant(&pool, "other"));
+    let b = batch(&pool, 2, 60);
+    let page = pool.spec().sizes()[0];
+    pool.set_watermarks(t, Some((3 * page, 6 * page))).expect("in order");
+    assert_eq!(pool.watermarks(t), Some((3 * page, 6 * page)));
+    assert!(pool.set_watermarks(t, Some((2, 1))).is_err() && pool.set_watermarks(t, Some((0, 0))).is_err());
+    cache(&pool, &b, other, 0, 8);
+    cache(&pool, &b, t, 0, 6);
+    pool.ledger().drain(Tier::Device);
+    assert_eq!((pool.reclaim_some(2), cached(&pool, t)), (0, 6), "not above the mark");
+    cache(&pool, &b, t, 500, 2);
+    pool.ledger().drain(Tier::Device);
+    let steps: Vec<_> = (0..4).map(|_| pool.reclaim_some(2) / page).collect();
+    assert_eq!((steps, cached(&pool, t)), (vec![2, 2, 1, 0], 3), "down to the low one");
+    assert_eq!(cached(&pool, other), 8);
+    pool.set_watermarks(ROOT, Some((4 * page, 10 * page))).expect("in order");
+    assert_eq!((0..9).map(|_| pool.reclaim_some(3) / page).sum::<u64>(), 7, "of the pool");
+    pool.set_watermarks(ROOT, None).expect("the pool");
+    drop(b);
+    empty(&pool);
+}
+
+#[test]
+fn a_top_up_is_there_at_once() {
+    let pool = pool(spec(&[(Full, 1)]), 20);
+    let (a, b) = (plain_tenant(&pool, "a"), plain_tenant(&pool, "b"));
+    let rows = batch(&pool, 2, 100);
+    cache(&pool, &rows, a, 0, 20);
+    let page = pool.spec().sizes()[0];
+    let (dry, _) = pool.top_up(b, 8 * page, Live::Stay, 0, TTL, true).expect("it fits");
+    assert_eq!((dry.rungs.free, reserve(&pool, b), cached(&pool, a)), (8 * page, 0, 20));
+    let (plan, _) = pool.top_up(b, 8 * page, Live::Stay, 0, TTL, false).expect("it fits");
+    assert_eq!(pool.plan_state(&plan), Ok(State::Committed));
+    assert_eq!((plan.rungs.free, reserve(&pool, b), cached(&pool, a)), (8 * page, 8, 12));
+    assert_eq!(pool.arena(Tier::Device).free_bytes(), 8 * page);
+    green(&pool);
+    let face = Pages::new(&pool);
+    let evicted = pool.stats().get(crate::stats::Counter::EvictedForeign);
+    let pages = face.allocate(b, G, 8).expect("it is reserved");
+    assert_eq!(pool.stats().get(crate::stats::Counter::EvictedForeign), evicted, "nobody evicts on the way");
+    face.release(&pages).expect("they are held");
+    // Grow, shrink, grow.
+    for _ in 0..3 {
+        pool.ledger().shift_reserve(Tier::Device, b, -5).expect("shrinking");
+        assert_eq!(reserve(&pool, b), 3);
+        pool.top_up(b, 5 * page, Live::Stay, 0, TTL, false).expect("it fits");
+        assert_eq!(reserve(&pool, b), 8);
+        green(&pool);
+    }
+    drop(rows);
+    empty(&pool);
+}
+
+#[test]
+fn what_can_not_be_had_is_told_to_the_byte_and_changes_nothing() {
+    let pool = pool(spec(&[(Full, 1)]), 20);
+    let (a, b) = (plain_tenant(&pool, "a"), plain_tenant(&pool, "b"));
+    let rows = batch(&pool, 2, 100);
+    let held: Vec<_> = (0..4).map(|n| hold(&pool, &rows, a, 100 * n, 3)).collect();
+    cache(&pool, &rows, a, 1000, 8);
+    let page = pool.spec().sizes()[0];
+    pool.ledger().drain(Tier::Device);
+    let before = pool.audit();
+    let ask = |pages: u64, live: Live<'_>| pool.top_up(b, pages * page, live, 0, TTL, false);
+    let short = |answer: Result<Built, Error>| match answer {
+        Err(Error::Plan(Fault::Short { short, .. })) => short / page,
+        other => panic!("{:?}", other.map(|built| built.0)),
+    };
+    assert_eq!(short(ask(10, Live::Stay)), 2);
+    assert_eq!((pool.audit(), reserve(&pool, b)), (before, 0));
+    // Sequences that nobody runs leave for it; more than they are is missing all the same.
+    let from = |sessions| From { batches: &[], sessions, spared: None };
+    assert_eq!(short(ask(20, Live::Preempt(from(&held[..2]), Wish::Recompute))), 6);
+    assert_eq!(reserve(&pool, b), 0);
+    let (plan, stopped) = ask(10, Live::Preempt(from(&held[..2]), Wish::Recompute)).expect("one is enough");
+    assert_eq!((stopped.len(), reserve(&pool, b)), (1, 0), "not before they have left");
+    pool.commit_plan(&plan).expect("open");
+    assert_eq!(reserve(&pool, b), 10);
+    green(&pool);
+    // Given up: they stay, and nothing is reserved.
+    let (plan, _) = ask(3, Live::Preempt(from(&held[..]), Wish::Recompute)).expect("another one");
+    pool.abort_plan(&plan).expect("open");
+    assert_eq!(reserve(&pool, b), 10);
+    drop((held, rows));
+    empty(&pool);
+}
+
+/// Free bytes in extents of another size: the top-up empties some, and the reserve can be used at once.
+#[test]
+fn case_35_a_top_up_over_two_sizes() {
+    let pool = pool(spec(&[(Full, 2), (Window { tokens: 6 }, 1)]), 1030);
+    let (a, b) = (plain_tenant(&pool, "a"), plain_tenant(&pool, "b"));
+    let rows = batch(&pool, 40, 40);
+    // Sequences all over the place: pages of the window in every extent.
+    let face = Pages::new(&pool);
+    let window = GroupId(1);
+    let small = pool.classes[pool.groups[1].class.as_usize()].size;
+    let pages = face.allocate(a, window, pool.arena(Tier::Device).available(small) as usize).expect("room");
+    let (freed, kept): (Vec<_>, Vec<_>) = pages.iter().enumerate().partition(|(n, _)| n % 16 != 3);
+    face.release(&freed.into_iter().map(|(_, page)| *page).collect::<Vec<_>>()).expect("held");
+    let kept: Vec<_> = kept.into_iter().map(|(_, page)| *page).collect();
+    for page in &kept {
+        let at = pool.pages.location(page.id);
+        pool.pages
+            .set_location(page.id, crate::word::page::Location::new(Tier::Device, at.class(), at.frame()));
+    }
+    let bytes = pool.arena(Tier::Device).capacity_bytes() / 2;
+    let error = face.allocate(b, G, 1).expect_err("no extent is free");
+    assert!(matches!(error, Error::Refused(Refusal { why: Why::Fragmented, .. })), "{error}");
+    let error = pool.top_up(b, bytes, Live::Stay, 3, TTL, false).expect_err("too few moves");
+    assert!(matches!(error, Error::Plan(Fault::Short { .. })), "{error}");
+    assert_eq!(reserve(&pool, b), 0);
+    green(&pool);
+    let (plan, _) = pool.top_up(b, bytes, Live::Stay, 1000, TTL, false).expect("it fits");
+    assert!(!plan.moves.is_empty());
+    pool.commit_plan(&plan).expect("open");
+    green(&pool);
+    let n = bytes / 512;
+    let mine = face.allocate(b, G, n as usize).expect("all that was reserved, at once");
+    face.release(&mine).expect("held");
+    face.release(&kept).expect("held");
+    assert_eq!(relocate(&pool, kept[0], |_, _| ()), None, "it has gone");
+    drop(rows);
+    empty(&pool);
+}
