@@ -102,12 +102,13 @@ def kernels(session: nox.Session) -> None:
     Most of its time goes into installing torch (5 GB on disk).
     """
     install(session, "kernels", "test")
+    session.install("pytest-xdist")
     for version in TRITONS:
         session.install("--no-deps", f"triton=={version}")
         session.run("pytest", "tests/kernels/test_compiled.py", *session.posargs)
     # the CUDA C sources need no Triton: `tests` has run theirs
     rest = ("tests/kernels", "--ignore-glob=*test_cuda_*", "--ignore-glob=*test_compiled.py")
-    session.run("pytest", *rest, *session.posargs, env={"TRITON_INTERPRET": "1"})
+    session.run("pytest", "-n", "2", *rest, *session.posargs, env={"TRITON_INTERPRET": "1"})
 
 
 @nox.session(python=RUNNING, default=False)

@@ -25,7 +25,7 @@ from kvalloc.kernels.write import write_kv
 
 MIB = 1 << 20
 LAYERS, HEADS, KV_HEADS, DIM, PAGE_TOKENS = 8, 32, 8, 128, 16
-# (what, MiB of KV a layer) -> the least part of the card's own bandwidth
+# job -> the least part of what the card's own copies reach, on an H200
 BARS = {"decode bfloat16, 512 MiB": 0.88, "decode bfloat16, 134 MiB": 0.65, "page copy": 0.90}
 BARS |= {"swap out, runs of 16": 0.95, "swap in, runs of 16": 0.95}
 

@@ -1,6 +1,6 @@
 """Pages with known content, everything else poisoned, and what attention over them gives."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -99,7 +99,6 @@ class Case:
     loud: float = 1.0  # factor of the scores
     device: str = "cpu"
     seed: int = 0
-    tensors: dict = field(default_factory=dict, repr=False)
 
     def first(self, length):
         """The first token that the last one attends to."""
