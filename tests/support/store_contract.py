@@ -72,6 +72,13 @@ def plain(q, k, v, group, positions, *, scale=None, soft_cap=None, sinks=None):
     return out
 
 
+class Moves:
+    """Stands in for a plan."""
+
+    def __init__(self, *moves: tuple[int, int, int, int, int, int]) -> None:
+        self.moves = np.array(moves, np.int64).reshape(-1, 6)
+
+
 class Model:
     """Random K, V and queries for every layer, and what attention over them should give."""
 
@@ -275,6 +282,160 @@ class StoreContract:
                     model.step()
                 assert pool.stats().evictions > 0
                 batch.remove(other)
+
+    # -- plans -----------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("layout", ["page_major", "layer_major"])
+    def test_pages_go_to_the_host_and_come_back_elsewhere(self, layout):
+        """Runs of adjacent frames are one copy; every byte arrives, in other frames too."""
+        pool = pool_of(spec_of("full", "window", layout=layout), host_bytes="1MiB")
+        with self.make(pool) as store:
+            random = np.random.default_rng(0)
+            pages = store.classes[1]
+            frames = np.array([3, 4, 5, 9, 11, 12])
+            content = random.integers(0, 256, (len(frames), pages.page_bytes), np.uint8)
+            store.write_pages(1, frames, content)
+            out = Moves(*((0, 1, f, 1, 1, h) for f, h in zip(frames, [7, 8, 9, 4, 20, 22], strict=True)))
+            store.execute(out)
+            assert (store.copies, store.runs) == (6, 4)  # 3-5, 9, 11, 12
+            store.write_pages(1, frames, np.zeros_like(content))
+            back = Moves(
+                *((1, 1, h, 0, 1, f) for h, f in zip([7, 8, 9, 4, 20, 22], range(30, 36), strict=True))
+            )
+            store.execute(back)
+            assert (self.numbers(store.page_parts(1)[0])[frames] == 0).all()
+            np.testing.assert_array_equal(store.read_pages(1, np.arange(30, 36)), content)
+            # Frame to frame within a tier, and the other group untouched.
+            store.execute(Moves((0, 1, 30, 0, 1, 50), (0, 1, 31, 0, 1, 51), (1, 1, 7, 1, 1, 2)))
+            np.testing.assert_array_equal(store.read_pages(1, np.array([50, 51])), content[:2])
+            assert store.copies == 15
+
+    @pytest.mark.parametrize("layout", ["page_major", "layer_major"])
+    @pytest.mark.parametrize("small", ["int8", "float8_e4m3fn"])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_compressed_pages_are_attended(self, kind, small, layout):
+        """Pages of a running sequence in a smaller class, by negative entries of the block table."""
+        pool = pool_of(spec_of(kind, small_dtype=small, layout=layout, window=64), "4MiB", host_bytes="1MiB")
+        with self.make(pool) as store, pool.batch(3, 512) as batch:
+            self.poison(store)
+            model = Model(self, store, batch)
+            for n in (70, 100, 30):
+                batch.add(pool.open("a", np.arange(n) + 1000 * n))
+            model.step()
+            table = batch.block_table(0)
+            # The last frames of the arena: nothing lies there yet.
+            free = iter(range(store.classes[1].frames - 8, store.classes[1].frames))
+            # Full pages that every later token sees: of a chunk only those since its start.
+            for row, page in ((1, 4), (1, 5)) if kind == "chunked" else ((0, 3), (1, 3), (1, 4)):
+                frame = next(free)
+                store.execute(Moves((0, 0, int(table[row, page]), 0, 1, frame)))
+                table[row, page] = ~frame
+            loose = {"int8": 3e-2, "float8_e4m3fn": 0.2}[small]
+            for _ in range(4):
+                model.step(loose)
+
+    @pytest.mark.parametrize("small", ["int8", "float8_e4m3fn"])
+    def test_conversion_goes_both_ways_and_between_tiers(self, small):
+        pool = pool_of(spec_of("full", small_dtype=small, dtype="float16"), host_bytes="1MiB")
+        with self.make(pool) as store:
+            random = np.random.default_rng(1)
+            view = store.views(1)
+            wanted = random.standard_normal((16, KV_HEADS, DIM)).astype(np.float16)
+            view.k[3], view.v[3] = self.array(wanted), self.array(-wanted)
+            store.execute(Moves((0, 0, 3, 1, 1, 5)))
+            store.execute(Moves((1, 1, 5, 1, 0, 9)))
+            store.execute(Moves((1, 0, 9, 0, 0, 7)))
+            tolerance = {"int8": 0.02, "float8_e4m3fn": 0.13}[small]
+            for side, sign in ((view.k, 1), (view.v, -1)):
+                got = self.numbers(side)[7].astype(np.float32)
+                assert np.abs(got - sign * wanted.astype(np.float32)).max() < tolerance
+            assert store.copies == 3
+
+    def test_plans_that_are_refused(self):
+        pool = pool_of(spec_of("full", "window", small_dtype="int8"), host_bytes="1MiB")
+        with self.make(pool) as store:
+            store.write_pages(0, np.array([1, 2]), np.ones((2, store.classes[0].page_bytes), np.uint8))
+            for wrong in (
+                [(2, 0, 1, 0, 0, 2)],
+                [(0, 4, 1, 0, 0, 2)],
+                [(0, 0, 0, 1, 0, 2)],
+                [(0, 0, 1, 1, 0, 10**6)],
+                [(0, 0, 1, 0, 1, 2)],
+                [(0, 0, 1, 1, 0, 3), (0, 0, 2, 1, 0, 3)],
+                [(0, 0, 1, 0, 0, 3), (0, 0, 3, 1, 0, 4)],
+            ):
+                with pytest.raises(kvalloc.InvalidArgument, match="move"):
+                    store.execute(Moves((0, 0, 1, 0, 0, 6), *wrong))
+            assert store.copies == 0
+            store.execute(Moves())
+            missing = Moves()
+            missing.moves = np.zeros((1, 5))
+            with pytest.raises(kvalloc.InvalidArgument, match=r"int64 \[n, 6\]"):
+                store.execute(missing)
+        pool = pool_of(spec_of("full"))
+        with self.make(pool) as store:
+            with pytest.raises(kvalloc.InvalidArgument, match=r"the store has 0 \(device\)"):
+                store.execute(Moves((0, 0, 1, 1, 0, 1)))
+            with pytest.raises(kvalloc.InvalidArgument, match="no host tier"):
+                store.page_parts(0, host=True)
+            assert store.host_bytes == 0
+        with pytest.raises(kvalloc.ClosedError):
+            store.execute(Moves())
+
+    # -- ranks -----------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("layout", ["page_major", "layer_major"])
+    @pytest.mark.parametrize("dtype", ["float32", "int8"])
+    def test_two_ranks_are_one(self, dtype, layout):
+        """Each rank holds its heads; the same frames; side by side their answers are that of one store."""
+        whole, shared = (pool_of(spec_of("full", "window", dtype=dtype, layout=layout)) for _ in range(2))
+        random = np.random.default_rng(0)
+        with (
+            self.make(whole) as one,
+            self.make(shared, rank=0, ranks=2) as left,
+            self.make(shared, rank=1, ranks=2) as right,
+            whole.batch(2, 256) as batch,
+            shared.batch(2, 256) as other,
+        ):
+            assert left.device_bytes == right.device_bytes == one.device_bytes // 2
+            assert tuple(left.views(0).k.shape) == (left.classes[0].frames, 16, KV_HEADS // 2, DIM)
+            for store in (one, left, right):
+                self.poison(store)
+            for b, pool in ((batch, whole), (other, shared)):
+                for n in (20, 70):
+                    b.add(pool.open("a", np.arange(n) + 1000 * n))
+            for _ in range(4):
+                tokens = batch.step().num_tokens
+                assert other.step().num_tokens == tokens
+                assert (batch.block_table(1) == other.block_table(1)).all()
+                for layer in range(4):
+                    q, k, v = (
+                        random.standard_normal((tokens, heads, DIM)).astype(np.float32)
+                        for heads in (HEADS, KV_HEADS, KV_HEADS)
+                    )
+                    want = self.attend(one, layer, q, k, v, batch)
+                    got = [
+                        self.attend(store, layer, *(np.split(x, 2, 1)[rank] for x in (q, k, v)), other)
+                        for rank, store in enumerate((left, right))
+                    ]
+                    np.testing.assert_allclose(np.concatenate(got, 1), want, atol=1e-6)
+                for b in (batch, other):
+                    b.commit([7, 7])
+
+    def test_heads_that_do_not_fit_the_ranks(self):
+        for kind, ranks, match in (
+            ("full", 3, "2 KV heads can't be divided by 3 ranks"),
+            ("latent", 2, "a latent has no heads to divide"),
+        ):
+            pool = pool_of(spec_of(kind))
+            with pytest.raises(kvalloc.InvalidArgument, match=f"{match}.*tp="):
+                self.make(pool, rank=0, ranks=ranks)
+        for rank, ranks in ((2, 2), (-1, 2), (0, 0)):
+            with pytest.raises(kvalloc.InvalidArgument, match="ranks count from 0"):
+                self.make(pool, rank=rank, ranks=ranks)
+        pool = pool_of(spec_of("full", page_tokens=1, dtype="int8"))
+        with pytest.raises(kvalloc.InvalidArgument, match="multiple of 16"):
+            self.make(pool, rank=0, ranks=2)
 
     # -- views -----------------------------------------------------------------------------------------------
 

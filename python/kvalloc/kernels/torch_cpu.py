@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from kvalloc.store.base import KVView
 from kvalloc.store.steps import Rows, Together, first_positions, group_rows
 
-__all__ = ["Plan", "Staging", "attend", "plan", "write"]
+__all__ = ["Plan", "Staging", "View", "attend", "convert", "plan", "write"]
 
 View = KVView[torch.Tensor]
 
@@ -82,7 +82,9 @@ class Plan:
     pieces: list[_Piece]
 
 
-def plan(rows: Rows, kind: str, window: int | None, page_tokens: int) -> Plan:
+def plan(
+    rows: Rows, kind: str, window: int | None, page_tokens: int, device: torch.device | str = "cpu"
+) -> Plan:
     """Turn a step into tensors, once for all layers of a group.
 
     Parameters
@@ -95,6 +97,8 @@ def plan(rows: Rows, kind: str, window: int | None, page_tokens: int) -> Plan:
         Its window or chunk.
     page_tokens : int
         Tokens of a page.
+    device : torch.device, optional
+        Where the tensors are wanted: `torch_cuda` has rows of several tokens attended here too.
 
     Returns
     -------
@@ -102,14 +106,19 @@ def plan(rows: Rows, kind: str, window: int | None, page_tokens: int) -> Plan:
     """
     every = len(rows.tokens) == rows.num_tokens
     return Plan(
-        None if every else torch.from_numpy(rows.tokens),
-        torch.from_numpy(rows.frames),
-        torch.from_numpy(rows.offsets),
-        [_piece(together, kind, window, page_tokens) for together in group_rows(rows, page_tokens, _TOKENS)],
+        None if every else torch.from_numpy(rows.tokens).to(device),
+        torch.from_numpy(rows.frames).to(device),
+        torch.from_numpy(rows.offsets).to(device),
+        [
+            _piece(together, kind, window, page_tokens, device)
+            for together in group_rows(rows, page_tokens, _TOKENS)
+        ],
     )
 
 
-def _piece(together: Together, kind: str, window: int | None, page_tokens: int) -> _Piece:
+def _piece(
+    together: Together, kind: str, window: int | None, page_tokens: int, device: torch.device | str
+) -> _Piece:
     rows, count = together.tokens.shape
     pages = together.pages.shape[1]
     flat = together.tokens.reshape(-1)
@@ -133,15 +142,15 @@ def _piece(together: Together, kind: str, window: int | None, page_tokens: int) 
         keys = torch.arange(low, high)
         mask = ((keys <= positions[..., None]) & (keys >= first[..., None]))[:, None]
     return _Piece(
-        tokens=slice(int(flat[0]), int(flat[-1]) + 1) if side_by_side else torch.from_numpy(flat),
+        tokens=slice(int(flat[0]), int(flat[-1]) + 1) if side_by_side else torch.from_numpy(flat).to(device),
         rows=rows,
         count=count,
         pages=pages,
-        frames=entries.clamp(min=0),
-        small=(compressed, ~entries[compressed]) if len(compressed) else None,
+        frames=entries.clamp(min=0).to(device),
+        small=(compressed.to(device), (~entries[compressed]).to(device)) if len(compressed) else None,
         seen=slice(low, high),
-        unwritten=unwritten,
-        mask=mask,
+        unwritten=None if unwritten is None else unwritten.to(device),
+        mask=None if mask is None else mask.to(device),
         causal=causal,
     )
 
@@ -150,9 +159,11 @@ class Staging(threading.local):
     """Buffers that pages are gathered into: one set per thread, grown as needed."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """Return a buffer that holds anything.
 
         Parameters
@@ -161,6 +172,7 @@ class Staging(threading.local):
             Buffers of different names are different memory.
         shape : tuple of int
         dtype : torch.dtype
+        device : torch.device
 
         Returns
         -------
@@ -169,9 +181,13 @@ class Staging(threading.local):
         size = 1
         for extent in shape:
             size *= extent
-        buffer = self._buffers.get((name, dtype))
+        key = (name, dtype, device)
+        buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
+            # Not an inference tensor, even if this is the first call of a model in inference mode: the next
+            # one may come outside of it.
+            with torch.inference_mode(False):
+                buffer = self._buffers[key] = torch.empty(size, dtype=dtype, device=device)
         return buffer[:size].view(shape)
 
 
@@ -220,6 +236,31 @@ def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.float8_e4m3fn:
         return values.float().clamp(-448, 448).to(dtype)
     return values.to(dtype)
+
+
+def convert(view: View, sources: torch.Tensor, target: View, targets: torch.Tensor) -> None:
+    """Write pages of one layer into pages of another class, in its dtype; devices may differ.
+
+    Parameters
+    ----------
+    view, target : KVView
+        The layer in both classes.
+    sources, targets : torch.Tensor int64 [n]
+        Frames, each on its class's device.
+    """
+    for old, new, old_scale, new_scale in (
+        (view.k, target.k, view.k_scale, target.k_scale),
+        (view.v, target.v, view.v_scale, target.v_scale),
+    ):
+        if old is None or new is None:
+            continue
+        wide = _bits(old).index_select(0, sources).view(old.dtype).float()
+        if old_scale is not None:
+            wide *= old_scale.index_select(0, sources).float()[..., None]
+        if new_scale is not None:
+            wide, scale = quantised(wide)
+            new_scale.index_copy_(0, targets, scale.to(new_scale.device))
+        _bits(new).index_copy_(0, targets, _bits(stored(wide, new.dtype)).to(new.device))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -295,10 +336,10 @@ def _gathered(
 ) -> torch.Tensor:
     """K or V of some rows, ``[rows, tokens, kv_heads, dim]``, in q's dtype."""
     shape = (len(piece.frames), *pages.shape[1:])
-    buffer = staging.take(name, shape, pages.dtype)
+    buffer = staging.take(name, shape, pages.dtype, pages.device)
     torch.index_select(_bits(pages), 0, piece.frames, out=_bits(buffer))
     if buffer.dtype != dtype or scales is not None:
-        buffer = staging.take(f"{name} wide", shape, dtype).copy_(buffer)
+        buffer = staging.take(f"{name} wide", shape, dtype, pages.device).copy_(buffer)
         if scales is not None:
             buffer.mul_(scales.index_select(0, piece.frames).to(dtype)[..., None])
     if piece.small is not None and small is not None and small[0] is not None:
@@ -329,7 +370,7 @@ def _attention(
         return F.scaled_dot_product_attention(flat, k, v, attn_mask=piece.mask, scale=scale).unsqueeze(3)
     mask = piece.mask
     if mask is None and piece.causal and not plain:
-        mask = torch.ones(count, count, dtype=torch.bool).tril()[None, None]
+        mask = torch.ones(count, count, dtype=torch.bool, device=q.device).tril()[None, None]
     out = q.new_empty(rows, kv_heads, group, count, v.shape[-1])
     for at in range(0, count, count if piece.causal and plain else _QUERIES):
         part = slice(at, at + (count if piece.causal and plain else _QUERIES))

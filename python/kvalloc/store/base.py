@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import (
     Any,
     Final,
@@ -33,7 +34,10 @@ from kvalloc.layers import LayerGroup
 from kvalloc.sizes import format_bytes
 from kvalloc.spec import KVSpec
 from kvalloc.store.geometry import ClassGeometry, Plane, class_geometry
+from kvalloc.store.memory import available_bytes
+from kvalloc.store.moves import DEVICE, HOST, Moves, read_plan, runs
 from kvalloc.store.steps import Rows, read_step
+from kvalloc.store.streams import Inline, Order
 
 __all__ = ["BaseStore", "KVView", "Store"]
 
@@ -106,6 +110,9 @@ class Store(Protocol):
     def copy(self, copies: NDArray[np.int32]) -> None:
         """Copy pages: `Step.copies`."""
 
+    def execute(self, plan: Any) -> None:
+        """Carry out the moves of a plan."""
+
     def read_pages(self, cls: int, frames: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Copy pages to ordinary memory."""
 
@@ -137,9 +144,18 @@ class BaseStore(ABC, Generic[A]):
         spec's ``kv_heads / ranks``: the spec is that of all ranks together, and so are the books' bytes. With
         a spec that is one rank's already (``KVSpec.from_hf_config(config, tp=...)``) leave them at 0 and 1.
         Frame numbers are the same on all ranks.
+    order : Order, optional
+        The streams that compute and copy. Default: those of the library.
+
+    Attributes
+    ----------
+    device_bytes, host_bytes : int
+        Memory of this rank's arenas; of the host tier's what is really locked, where it is.
+    copies, runs : int
+        Pages that plans have moved between tiers and frames, and in how many copies.
     """
 
-    def __init__(self, pool: Pool, *, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, pool: Pool, *, rank: int = 0, ranks: int = 1, order: Order | None = None) -> None:
         self._arena: A | None = None
         if not isinstance(pool, Pool):
             raise InvalidArgument(f"pool must be a kvalloc.Pool, not {pool!r}")
@@ -156,13 +172,24 @@ class BaseStore(ABC, Generic[A]):
             for index in range(len(self.spec.classes))
         )
         self.device_bytes = pool.device_bytes // ranks
+        self.host_bytes = pool.host_bytes // ranks
+        self.host_classes = tuple(
+            class_geometry(self.spec, index, pool.host_bytes, ranks)
+            for index in range(len(self.spec.classes) if pool.host_bytes else 0)
+        )
+        self.copies = self.runs = 0
+        self._host: A | None = None
+        self._order = order or Order(Inline(), Inline())
         with _opening:
             other = _open.get((id(pool), rank))
             if other is not None and not other.closed:
                 raise InUse(f"the pool has a store already: {other!r}; close it first")
-            self._arena = self._allocated()
+            arena = self._allocated()
+            if self.host_bytes:
+                self._host = self._allocated_host()
+            self._arena = arena
             _open[id(pool), rank] = self
-        self._views: dict[tuple[int, int, bool], KVView[A]] = {}
+        self._views: dict[tuple[int, int, int], KVView[A]] = {}
         self._step: dict[int, tuple[int, Rows]] = {}
 
     @classmethod
@@ -193,8 +220,28 @@ class BaseStore(ABC, Generic[A]):
         """Bytes that could be allocated."""
 
     @abstractmethod
-    def _strided(self, dtype: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> A:
-        """A view of the arena; offset and strides in elements."""
+    def _allocate_host(self, size: int) -> A:
+        """Bytes of host memory (uint8 [size]) that the device copies from and to. Raises MemoryError."""
+
+    @abstractmethod
+    def _strided(
+        self, arena: A, dtype: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> A:
+        """A view of an arena; offset and strides in elements."""
+
+    @abstractmethod
+    def _copy_frames(self, part: A, sources: NDArray[np.int64], destinations: NDArray[np.int64]) -> None:
+        """Copy rows of uint8 [frames, bytes] within it; no row is a source and a destination."""
+
+    @abstractmethod
+    def _copy_run(self, source: A, target: A) -> None:
+        """Copy uint8 [pages, bytes] from one tier's memory to another's."""
+
+    @abstractmethod
+    def _convert(
+        self, source: KVView[A], sources: NDArray[np.int64], target: KVView[A], targets: NDArray[np.int64]
+    ) -> None:
+        """Write one layer of pages of a class into pages of another, in its dtype; tiers may differ."""
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -211,6 +258,20 @@ class BaseStore(ABC, Generic[A]):
             f"{self.device} has {format_bytes(fits)} available; make a pool with a smaller device_bytes"
         )
         error.asked, error.room = self.device_bytes, fits
+        raise error
+
+    def _allocated_host(self) -> A:
+        fits = available_bytes()
+        if self.host_bytes <= fits:
+            try:
+                return self._allocate_host(self.host_bytes)
+            except MemoryError:
+                fits = min(available_bytes(), self.host_bytes - 1)
+        error = OutOfMemory(
+            f"the pool has a host tier of {format_bytes(self.host_bytes)}, and the host has "
+            f"{format_bytes(fits)} available; make a pool with a smaller host_bytes"
+        )
+        error.asked, error.room = self.host_bytes, fits
         raise error
 
     @property
@@ -232,7 +293,7 @@ class BaseStore(ABC, Generic[A]):
 
     def close(self) -> None:
         """Give the memory back. Views that are still around keep it alive; take none with you."""
-        self._arena = None
+        self._arena = self._host = None
         self._views.clear()
         self._step.clear()
         with _opening:
@@ -308,37 +369,52 @@ class BaseStore(ABC, Generic[A]):
         ------
         InvalidArgument, ClosedError
         """
-        self._live()
         group, at = self.place(layer)
-        view = self._views.get((group, at, small))
+        return self._view(self._class(group, small), at, DEVICE)
+
+    def _view(self, page: ClassGeometry, layer: int, tier: int) -> KVView[A]:
+        """One layer of a class in a tier, with the layer's number in its group."""
+        arena = self._tier(tier)
+        key = (page.index, layer, tier)
+        view = self._views.get(key)
         if view is None:
-            page = self._class(group, small)
             planes = (page.k, page.v, page.k_scale, page.v_scale)
-            view = KVView(*(self._plane(page, plane, at) for plane in planes))
-            self._views[group, at, small] = view
+            view = KVView(*(self._plane(arena, page, plane, layer) for plane in planes))
+            self._views[key] = view
         return view
 
-    def _plane(self, page: ClassGeometry, plane: Plane | None, layer: int) -> Any:
-        return None if plane is None else self._strided(plane.dtype, *page.strided(plane, layer))
+    def _plane(self, arena: A, page: ClassGeometry, plane: Plane | None, layer: int) -> Any:
+        return None if plane is None else self._strided(arena, plane.dtype, *page.strided(plane, layer))
 
-    def page_parts(self, cls: int) -> list[A]:
+    def _tier(self, tier: int) -> A:
+        arena = self._live()
+        if tier == DEVICE:
+            return arena
+        if self._host is None:
+            raise InvalidArgument("the pool has no host tier; give it host_bytes")
+        return self._host
+
+    def page_parts(self, cls: int, *, host: bool = False) -> list[A]:
         """Bytes of all pages of a class, in as many pieces as the layout cuts them.
 
         Parameters
         ----------
         cls : int
             Index in ``spec.classes``.
+        host : bool, optional
+            Those of the host tier.
 
         Returns
         -------
         list of uint8 [frames, bytes]
             One for page-major, one per layer for layer-major.
         """
-        self._live()
+        tier = HOST if host else DEVICE
+        arena = self._tier(tier)
         if not 0 <= cls < len(self.classes):
             raise InvalidArgument(f"class {cls}: the spec has classes 0 to {len(self.classes) - 1}")
-        page = self.classes[cls]
-        return [self._strided("uint8", *page.part(part)) for part in range(page.parts)]
+        page = (self.classes, self.host_classes)[tier][cls]
+        return [self._strided(arena, "uint8", *page.part(part)) for part in range(page.parts)]
 
     def page_bytes_view(self, cls: int) -> A:
         """Bytes of all pages of a class, no copy.
@@ -436,6 +512,75 @@ class BaseStore(ABC, Generic[A]):
                 f"frames {at.min()} to {at.max()}: class {cls} has frames 1 to {count - 1} (0 is padding)"
             )
         return at.astype(np.int64)
+
+    # -- copies ----------------------------------------------------------------------------------------------
+
+    def copy(self, copies: NDArray[np.int32]) -> None:
+        """Copy pages, as a step asks before its kernels run.
+
+        Parameters
+        ----------
+        copies : int32 [n, 3]
+            `Step.copies`: group, source frame, destination frame.
+
+        Raises
+        ------
+        InvalidArgument, ClosedError
+        """
+        for group, sources, destinations in list(self._checked_copies(copies)):
+            for part in self.page_parts(group):
+                self._order.compute(partial(self._copy_frames, part, sources, destinations))
+
+    def execute(self, plan: Any) -> None:
+        """Carry out the moves of a plan. Commit it afterwards; it can be aborted if this raises.
+
+        Parameters
+        ----------
+        plan : Plan
+            Anything with ``moves``, int64 [n, 6]: tier (0 device, 1 host), class and frame of the source,
+            then of the destination.
+
+        Raises
+        ------
+        InvalidArgument
+            A move names what is not there, or two moves meet. Nothing was copied.
+        ClosedError
+
+        Notes
+        -----
+        Between tiers, adjacent frames are copied in one go. A move to another class of the same layer group
+        is quantised or dequantised, layer by layer. On a device copies have a stream of their own: they wait
+        for what this store computed before, on the stream that calls, and what it computes afterwards waits
+        for them. So the frames of the sources can be given away as soon as this returns.
+        """
+        self._live()
+        todo = read_plan(plan, (self.classes, self.host_classes))
+        if todo:
+            self._order.copy(lambda: self._move(todo))
+
+    def _move(self, todo: list[Moves]) -> None:
+        tiers = (self.classes, self.host_classes)
+        for moves in todo:
+            self.copies += len(moves.sources)
+            (tier, to_tier), (cls, to_cls) = moves.tiers, moves.classes
+            if cls != to_cls:
+                source, target = tiers[tier][cls], tiers[to_tier][to_cls]
+                for layer in range(source.group.layers):
+                    views = self._view(source, layer, tier), self._view(target, layer, to_tier)
+                    self._convert(views[0], moves.sources, views[1], moves.destinations)
+                self.runs += 1
+                continue
+            sources = self.page_parts(cls, host=tier == HOST)
+            if tier == to_tier:
+                for part in sources:
+                    self._copy_frames(part, moves.sources, moves.destinations)
+                self.runs += 1
+                continue
+            targets = self.page_parts(cls, host=to_tier == HOST)
+            for at, to, pages in runs(moves.sources, moves.destinations):
+                for part, target_part in zip(sources, targets, strict=True):
+                    self._copy_run(part[at : at + pages], target_part[to : to + pages])  # type: ignore[index]
+                self.runs += 1
 
     # -- checks ----------------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ DTYPES: Final[dict[str, type[np.generic]]] = {
     "uint8": np.uint8,
 }
 
+DTYPE_OF: Final = {np.dtype(memory).name: dtype for dtype, memory in DTYPES.items() if dtype != "uint8"}
+
 
 def _fp8_values() -> Floats:
     """The number that each of the 256 patterns of float8_e4m3fn means."""
@@ -138,10 +140,15 @@ class NumpyStore(BaseStore[Array]):
     def _available(self) -> int:
         return available_bytes()
 
-    def _strided(self, dtype: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+    def _allocate_host(self, size: int) -> Array:
+        return self._allocate(size)
+
+    def _strided(
+        self, arena: Array, dtype: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> Array:
         size = np.dtype(DTYPES[dtype]).itemsize
         return np.ndarray(
-            shape, DTYPES[dtype], self._live().data, offset * size, tuple(step * size for step in strides)
+            shape, DTYPES[dtype], arena.data, offset * size, tuple(step * size for step in strides)
         )
 
     def _check_kind(self, name: str, array: Any) -> None:
@@ -298,18 +305,29 @@ class NumpyStore(BaseStore[Array]):
     def _from_host(self, pages: NDArray[np.uint8]) -> Array:
         return pages
 
-    def copy(self, copies: NDArray[np.int32]) -> None:
-        """Copy pages, as a step asks before its kernels run.
+    def _copy_frames(self, part: Array, sources: NDArray[np.int64], destinations: NDArray[np.int64]) -> None:
+        part[destinations] = part[sources]
 
-        Parameters
-        ----------
-        copies : int32 [n, 3]
-            `Step.copies`: group, source frame, destination frame.
+    def _copy_run(self, source: Array, target: Array) -> None:
+        target[:] = source
 
-        Raises
-        ------
-        InvalidArgument, ClosedError
-        """
-        for group, sources, destinations in list(self._checked_copies(copies)):
-            for part in self.page_parts(group):
-                part[destinations] = part[sources]
+    def _convert(
+        self,
+        source: KVView[Array],
+        sources: NDArray[np.int64],
+        target: KVView[Array],
+        targets: NDArray[np.int64],
+    ) -> None:
+        for old, new, old_scale, new_scale in (
+            (source.k, target.k, source.k_scale, target.k_scale),
+            (source.v, target.v, source.v_scale, target.v_scale),
+        ):
+            if old is None or new is None:
+                continue
+            wide = decode(old[sources], DTYPE_OF[old.dtype.name])
+            if old_scale is not None:
+                wide = wide * old_scale[sources].astype(np.float32)[..., None]
+            if new_scale is None:
+                new[targets] = encode(np.ascontiguousarray(wide), DTYPE_OF[new.dtype.name])
+            else:
+                new[targets], new_scale[targets] = quantised(wide)

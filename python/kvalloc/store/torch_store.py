@@ -1,6 +1,10 @@
 """The store over torch tensors, on the CPU or a CUDA device."""
 
-from typing import Any, Final
+import weakref
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -9,11 +13,18 @@ from numpy.typing import NDArray
 from kvalloc._core import Batch, Pool
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels import torch_cpu
-from kvalloc.store.base import BaseStore, out_of_memory
+from kvalloc.store.base import BaseStore, KVView, out_of_memory
 from kvalloc.store.memory import available_bytes, host_memory
 from kvalloc.store.steps import Rows
+from kvalloc.store.streams import Order
 
 __all__ = ["TorchStore"]
+
+R = TypeVar("R")
+KERNELS: Final = ("torch", "triton")
+
+# Bytes of host memory locked in one call.
+_CHUNK: Final = 1 << 30
 
 DTYPES: Final = {
     "float32": torch.float32,
@@ -34,8 +45,12 @@ class TorchStore(BaseStore[torch.Tensor]):
         The books. One store per pool and rank.
     device : str or torch.device, optional
         Where the tensor lies.
+    kernels : {"torch", "triton"}, optional
+        What attends and writes. Default: Triton on CUDA where it is installed, else plain torch.
     rank, ranks : int, optional
         For tensor parallelism, see `BaseStore`.
+    order : Order, optional
+        The streams that compute and copy; on CUDA the caller's current one, and one of the store's own.
 
     Raises
     ------
@@ -59,14 +74,23 @@ class TorchStore(BaseStore[torch.Tensor]):
     """
 
     def __init__(
-        self, pool: Pool, device: str | torch.device = "cpu", *, rank: int = 0, ranks: int = 1
+        self,
+        pool: Pool,
+        device: str | torch.device = "cpu",
+        *,
+        kernels: str | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        order: Order | None = None,
     ) -> None:
-        self._device = torch.device(device)
-        if self._device.type != "cpu":
-            raise InvalidArgument(f"device {device!s}: must be 'cpu'")
-        super().__init__(pool, rank=rank, ranks=ranks)
+        self._device = _device(device)
+        self._triton = _triton(kernels, self._device)
+        if order is None and self._device.type == "cuda":
+            order = Order(CurrentStream(self._device), OwnStream(self._device))
+        self._locked: weakref.finalize[..., Any] | None = None
+        super().__init__(pool, rank=rank, ranks=ranks, order=order)
         self._staging = torch_cpu.Staging()
-        self._plans: dict[int, tuple[Rows, torch_cpu.Plan]] = {}
+        self._plans: dict[int, tuple[Rows, Any]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -76,36 +100,61 @@ class TorchStore(BaseStore[torch.Tensor]):
     # -- memory ----------------------------------------------------------------------------------------------
 
     def _allocate(self, size: int) -> torch.Tensor:
-        with out_of_memory(RuntimeError):
-            return torch.frombuffer(host_memory(size), dtype=torch.uint8)
+        if self._device.type == "cpu":
+            return _host_tensor(size)
+        with out_of_memory(torch.OutOfMemoryError), torch.inference_mode(False):
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _available(self) -> int:
-        return available_bytes()
+        if self._device.type == "cpu":
+            return available_bytes()
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def _allocate_host(self, size: int) -> torch.Tensor:
+        memory = _host_tensor(size)
+        if self._device.type == "cuda":
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            chunks = lock(cudart, memory.data_ptr(), size)
+            self._locked = weakref.finalize(self, unlock, cudart, chunks)
+            self.host_bytes = sum(length for _, length in chunks)
+        return memory
 
     def _strided(
-        self, dtype: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+        self, arena: torch.Tensor, dtype: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> torch.Tensor:
-        arena = self._live()
         wanted = DTYPES[dtype]
-        whole = arena[: len(arena) // wanted.itemsize * wanted.itemsize].view(wanted)
-        return torch.as_strided(whole, shape, strides, offset)
+        with torch.inference_mode(False):  # views are kept, and outlive the caller's mode
+            whole = arena[: len(arena) // wanted.itemsize * wanted.itemsize].view(wanted)
+            return torch.as_strided(whole, shape, strides, offset)
 
     def close(self) -> None:
         """Give the memory back. Views that are still around keep it alive; take none with you."""
+        if self._locked is not None:
+            torch.cuda.synchronize(self._device)
+            self._locked()
         super().close()
         self._plans.clear()
         self._staging = torch_cpu.Staging()
 
     # -- the step --------------------------------------------------------------------------------------------
 
-    def _plan(self, group: int, batch: Batch) -> torch_cpu.Plan:
+    def _plan(self, group: int, batch: Batch) -> Any:
         rows = self._rows(batch, group)
         known = self._plans.get(group)
         if known is None or known[0] is not rows:
-            page = self.classes[group].group
-            known = (rows, torch_cpu.plan(rows, page.kind, page.window, self.spec.page_tokens))
+            page, tokens = self.classes[group].group, self.spec.page_tokens
+            if self._triton is not None:
+                made: Any = self._triton.plan(rows, page.kind, page.window, tokens, self._device)
+            else:
+                made = torch_cpu.plan(rows, page.kind, page.window, tokens, self._device)
+            known = (rows, made)
             self._plans[group] = known
         return known[1]
+
+    def _write(
+        self, plan: Any, view: KVView[torch.Tensor], k: torch.Tensor | None, v: torch.Tensor | None
+    ) -> None:
+        (self._triton or torch_cpu).write(plan, view, k, v)
 
     def _check_kind(self, name: str, array: Any) -> None:
         if not isinstance(array, torch.Tensor):
@@ -140,7 +189,7 @@ class TorchStore(BaseStore[torch.Tensor]):
         group, _ = self.place(layer)
         plan = self._plan(group, batch)
         self._check_kv(self.classes[group].group, k, v, self._rows(batch, group).num_tokens)
-        torch_cpu.write(plan, view, k, v)
+        self._order.compute(lambda: self._write(plan, view, k, v))
 
     @torch.no_grad()
     def attend(
@@ -203,11 +252,18 @@ class TorchStore(BaseStore[torch.Tensor]):
         factor, cap = self._scale(scale, geometry), self._soft_cap(soft_cap)
         if k is not None or v is not None:
             self._check_kv(geometry, k, v, num_tokens)
-            torch_cpu.write(plan, view, k, v)
         small = self.views(layer, small=True) if self.spec.small_class(group) else None
-        return torch_cpu.attend(
-            plan, q, view, small, self._staging, scale=factor, v_dim=shape.v_dim, soft_cap=cap, sinks=sinks
-        )
+        how: dict[str, Any] = {"scale": factor, "v_dim": shape.v_dim, "soft_cap": cap, "sinks": sinks}
+        if self._triton is not None:
+            how |= {"kind": geometry.kind, "window": geometry.window}
+
+        def work() -> torch.Tensor:
+            if k is not None:
+                self._write(plan, view, k, v)
+            run: Callable[..., torch.Tensor] = (self._triton or torch_cpu).attend
+            return run(plan, q, view, small, self._staging, **how)
+
+        return self._order.compute(work)
 
     def _to_host(self, pages: torch.Tensor) -> NDArray[np.uint8]:
         return pages.cpu().numpy()
@@ -215,21 +271,142 @@ class TorchStore(BaseStore[torch.Tensor]):
     def _from_host(self, pages: NDArray[np.uint8]) -> torch.Tensor:
         return torch.from_numpy(pages).to(self.device)
 
-    @torch.no_grad()
-    def copy(self, copies: NDArray[np.int32]) -> None:
-        """Copy pages, as a step asks before its kernels run.
+    # -- copies ----------------------------------------------------------------------------------------------
 
-        Parameters
-        ----------
-        copies : int32 [n, 3]
-            `Step.copies`: group, source frame, destination frame.
+    def _copy_frames(
+        self, part: torch.Tensor, sources: NDArray[np.int64], destinations: NDArray[np.int64]
+    ) -> None:
+        part.index_copy_(
+            0, self._frames(destinations, part), part.index_select(0, self._frames(sources, part))
+        )
 
-        Raises
-        ------
-        InvalidArgument, ClosedError
-        """
-        for group, sources, destinations in list(self._checked_copies(copies)):
-            source = torch.from_numpy(np.ascontiguousarray(sources))
-            destination = torch.from_numpy(np.ascontiguousarray(destinations))
-            for part in self.page_parts(group):
-                part.index_copy_(0, destination, part.index_select(0, source))
+    def _copy_run(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def _convert(
+        self,
+        source: KVView[torch.Tensor],
+        sources: NDArray[np.int64],
+        target: KVView[torch.Tensor],
+        targets: NDArray[np.int64],
+    ) -> None:
+        torch_cpu.convert(source, self._frames(sources, source.k), target, self._frames(targets, target.k))
+
+    @staticmethod
+    def _frames(frames: NDArray[np.int64], beside: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(frames)).to(beside.device)
+
+
+# -- CUDA ----------------------------------------------------------------------------------------------------
+
+
+class CurrentStream:
+    """The stream that the caller computes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def run(self, work: Callable[[], R]) -> R:
+        """Queue work."""
+        return work()
+
+    def record(self) -> Any:
+        """Mark this point."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def wait(self, mark: Any) -> None:
+        """Queue nothing further before a mark is reached."""
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+
+class OwnStream:
+    """A stream beside it, for copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(self, work: Callable[[], R]) -> R:
+        """Queue work."""
+        with torch.cuda.stream(self._stream):
+            return work()
+
+    def record(self) -> Any:
+        """Mark this point."""
+        return self._stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        """Queue nothing further before a mark is reached."""
+        self._stream.wait_event(mark)
+
+
+def lock(cudart: Any, address: int, size: int, chunk: int = _CHUNK) -> list[tuple[int, int]]:
+    """Lock host memory for copies by the device, piece by piece: what is locked is what was asked for.
+
+    Parameters
+    ----------
+    cudart : module
+        ``torch.cuda.cudart()``.
+    address, size : int
+        The memory.
+    chunk : int, optional
+        The most bytes of one piece.
+
+    Returns
+    -------
+    list of (int, int)
+        Address and length of each piece.
+
+    Raises
+    ------
+    MemoryError
+        The system locks no more. Nothing stays locked.
+    """
+    done: list[tuple[int, int]] = []
+    for at in range(0, size, chunk):
+        piece = (address + at, min(chunk, size - at))
+        failure = int(cudart.cudaHostRegister(*piece, 0))
+        if failure:
+            unlock(cudart, done)
+            raise MemoryError(f"cudaHostRegister failed with error {failure} after {at} of {size} bytes")
+        done.append(piece)
+    return done
+
+
+def unlock(cudart: Any, pieces: list[tuple[int, int]]) -> None:
+    """Undo `lock`."""
+    for address, _ in pieces:
+        cudart.cudaHostUnregister(address)
+
+
+def _host_tensor(size: int) -> torch.Tensor:
+    with torch.inference_mode(False):  # it outlives the caller's mode
+        return torch.frombuffer(host_memory(size), dtype=torch.uint8)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"device {device!r}: {error}") from None
+    if found.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"device {device!s}: must be 'cpu' or a CUDA device")
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InvalidArgument(f"device {device!s}: torch sees no CUDA device; use device='cpu'")
+        if str(found) == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _triton(kernels: str | None, device: torch.device) -> ModuleType | None:
+    """The module with the Triton kernels, if they are to be used."""
+    if kernels is not None and kernels not in KERNELS:
+        raise InvalidArgument(f"kernels is {kernels!r}; it must be 'torch' or 'triton'")
+    if kernels == "torch" or (kernels is None and device.type == "cpu"):
+        return None
+    try:
+        return import_module("kvalloc.kernels.torch_cuda")
+    except ModuleNotFoundError as error:
+        if kernels is None and error.name == "triton":
+            return None
+        raise
