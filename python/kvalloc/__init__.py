@@ -65,6 +65,7 @@ from kvalloc.sizes import format_bytes, parse_bytes
 from kvalloc.spec import KVSpec
 
 if _TYPE_CHECKING:
+    from kvalloc.store.cupy_store import CupyStore
     from kvalloc.store.numpy_store import NumpyStore
     from kvalloc.store.torch_store import TorchStore
 
@@ -76,6 +77,7 @@ __all__ = [
     "Balance",
     "Batch",
     "ClosedError",
+    "CupyStore",
     "Events",
     "InUse",
     "InvalidArgument",
@@ -115,6 +117,7 @@ _os.register_at_fork(after_in_child=_forked)
 
 # Imported when they are asked for: two of them need libraries that are optional.
 _STORES = {
+    "CupyStore": "kvalloc.store.cupy_store",
     "NumpyStore": "kvalloc.store.numpy_store",
     "TorchStore": "kvalloc.store.torch_store",
 }

@@ -30,6 +30,9 @@ class Late:
         if self.waits:
             self.queue.append(mark)
 
+    def finish(self):
+        self.drain()
+
     def drain(self, upto=None):
         """Do what is queued, or so many pieces of work; what is waited for is done first."""
         while self.queue and (upto is None or self.done < upto):

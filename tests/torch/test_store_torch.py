@@ -10,7 +10,7 @@ from store_contract import Model, pool_of, spec_of
 
 torch = pytest.importorskip("torch")
 
-from kvalloc.store import torch_store  # noqa: E402
+from kvalloc.store.locked import lock, unlock  # noqa: E402
 from torch_arrays import TorchArrays  # noqa: E402
 
 
@@ -107,13 +107,13 @@ class Cudart:
 def test_host_memory_is_locked_in_pieces_or_not_at_all():
     """Case G42 in small: what is locked is what was asked for, no power of two."""
     cudart = Cudart(1000)
-    pieces = torch_store.lock(cudart, 4096, 700, chunk=300)
+    pieces = lock(cudart.cudaHostRegister, cudart.cudaHostUnregister, 4096, 700, chunk=300)
     assert pieces == [(4096, 300), (4396, 300), (4696, 100)]
     assert sum(cudart.locked.values()) == 700
     with pytest.raises(MemoryError, match="error 2 after 300 of 700"):
-        torch_store.lock(cudart, 1 << 20, 700, chunk=300)
+        lock(cudart.cudaHostRegister, cudart.cudaHostUnregister, 1 << 20, 700, chunk=300)
     assert sum(cudart.locked.values()) == 700
-    torch_store.unlock(cudart, pieces)
+    unlock(cudart.cudaHostUnregister, pieces)
     assert cudart.locked == {}
 
 

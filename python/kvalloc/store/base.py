@@ -471,7 +471,9 @@ class BaseStore(ABC, Generic[A]):
         """
         parts = self.page_parts(cls)
         at = self._checked_frames(cls, frames)
-        return np.concatenate([self._to_host(part[at]) for part in parts], axis=1)  # type: ignore[index]
+        return self._order.compute(
+            lambda: np.concatenate([self._to_host(part[at]) for part in parts], axis=1)  # type: ignore[index]
+        )
 
     def write_pages(self, cls: int, frames: NDArray[np.int32], content: NDArray[np.uint8]) -> None:
         """Copy pages from ordinary memory.
@@ -499,9 +501,13 @@ class BaseStore(ABC, Generic[A]):
                 f"it must be uint8 {(len(at), size)}: frames, page bytes"
             )
         step = size // len(parts)
-        for n, part in enumerate(parts):
-            piece = np.ascontiguousarray(content[:, n * step : (n + 1) * step])
-            part[at] = self._from_host(piece)  # type: ignore[index]
+
+        def work() -> None:
+            for n, part in enumerate(parts):
+                piece = np.ascontiguousarray(content[:, n * step : (n + 1) * step])
+                part[at] = self._from_host(piece)  # type: ignore[index]
+
+        self._order.compute(work)
 
     def _checked_frames(self, cls: int, frames: NDArray[np.int32]) -> NDArray[np.int64]:
         at, count = np.asarray(frames), self.classes[cls].frames
@@ -563,6 +569,8 @@ class BaseStore(ABC, Generic[A]):
         for moves in todo:
             self.copies += len(moves.sources)
             (tier, to_tier), (cls, to_cls) = moves.tiers, moves.classes
+            if HOST in moves.tiers and (tier == to_tier or cls != to_cls):
+                self._order.finish_copies()
             if cls != to_cls:
                 source, target = tiers[tier][cls], tiers[to_tier][to_cls]
                 for layer in range(source.group.layers):

@@ -15,7 +15,7 @@ from kvalloc.store.base import BaseStore, KVView
 from kvalloc.store.memory import available_bytes, host_memory
 from kvalloc.store.steps import Rows, first_positions
 
-__all__ = ["NumpyStore", "decode", "encode"]
+__all__ = ["NumpyStore", "convert", "decode", "encode"]
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -93,6 +93,33 @@ def quantised(values: Floats) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
     with np.errstate(invalid="ignore"):
         values = np.divide(values, step, out=np.zeros_like(values), where=step > 0)
     return np.clip(np.rint(values), -127, 127).astype(np.int8), scale
+
+
+def convert(
+    source: KVView[Array], sources: NDArray[np.int64], target: KVView[Array], targets: NDArray[np.int64]
+) -> None:
+    """Write pages of one layer into pages of another class, in its dtype.
+
+    Parameters
+    ----------
+    source, target : KVView
+        The layer in both classes.
+    sources, targets : int64 [n]
+        Frames.
+    """
+    for old, new, old_scale, new_scale in (
+        (source.k, target.k, source.k_scale, target.k_scale),
+        (source.v, target.v, source.v_scale, target.v_scale),
+    ):
+        if old is None or new is None:
+            continue
+        wide = decode(old[sources], DTYPE_OF[old.dtype.name])
+        if old_scale is not None:
+            wide = wide * old_scale[sources].astype(np.float32)[..., None]
+        if new_scale is None:
+            new[targets] = encode(np.ascontiguousarray(wide), DTYPE_OF[new.dtype.name])
+        else:
+            new[targets], new_scale[targets] = quantised(wide)
 
 
 class NumpyStore(BaseStore[Array]):
@@ -318,16 +345,4 @@ class NumpyStore(BaseStore[Array]):
         target: KVView[Array],
         targets: NDArray[np.int64],
     ) -> None:
-        for old, new, old_scale, new_scale in (
-            (source.k, target.k, source.k_scale, target.k_scale),
-            (source.v, target.v, source.v_scale, target.v_scale),
-        ):
-            if old is None or new is None:
-                continue
-            wide = decode(old[sources], DTYPE_OF[old.dtype.name])
-            if old_scale is not None:
-                wide = wide * old_scale[sources].astype(np.float32)[..., None]
-            if new_scale is None:
-                new[targets] = encode(np.ascontiguousarray(wide), DTYPE_OF[new.dtype.name])
-            else:
-                new[targets], new_scale[targets] = quantised(wide)
+        convert(source, sources, target, targets)

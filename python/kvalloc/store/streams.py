@@ -2,7 +2,7 @@
 
 Copies between tiers have a stream of their own, so that they run beside the model. They wait for what was
 computed before them: a page that is still being written is not copied out, one that is still being read is
-not copied over. And what is computed after them waits for them. A stream is anything with the three methods
+not copied over. And what is computed after them waits for them. A stream is anything with the methods
 of `Stream`: tests hand in one that is late.
 """
 
@@ -26,6 +26,9 @@ class Stream(Protocol):
     def wait(self, mark: Any) -> None:
         """Queue nothing further before a mark of another stream is reached."""
 
+    def finish(self) -> None:
+        """Wait until everything queued so far is done."""
+
 
 class Inline:
     """No queue: work is done when it is handed in, as on the CPU."""
@@ -38,6 +41,9 @@ class Inline:
         """Nothing to mark."""
 
     def wait(self, mark: Any) -> None:
+        """Nothing to wait for."""
+
+    def finish(self) -> None:
         """Nothing to wait for."""
 
 
@@ -64,3 +70,7 @@ class Order:
         self._copies.wait(self._compute.record())
         self._copies.run(work)
         self._copied = self._copies.record()
+
+    def finish_copies(self) -> None:
+        """Wait, on the host, for the copies so far: the host is about to work on what they touch."""
+        self._copies.finish()

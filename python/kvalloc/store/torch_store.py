@@ -14,6 +14,7 @@ from kvalloc._core import Batch, Pool
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels import torch_cpu
 from kvalloc.store.base import BaseStore, KVView, out_of_memory
+from kvalloc.store.locked import lock, unlock
 from kvalloc.store.memory import available_bytes, host_memory
 from kvalloc.store.steps import Rows
 from kvalloc.store.streams import Order
@@ -22,9 +23,6 @@ __all__ = ["TorchStore"]
 
 R = TypeVar("R")
 KERNELS: Final = ("torch", "triton")
-
-# Bytes of host memory locked in one call.
-_CHUNK: Final = 1 << 30
 
 DTYPES: Final = {
     "float32": torch.float32,
@@ -114,9 +112,9 @@ class TorchStore(BaseStore[torch.Tensor]):
         memory = _host_tensor(size)
         if self._device.type == "cuda":
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            chunks = lock(cudart, memory.data_ptr(), size)
-            self._locked = weakref.finalize(self, unlock, cudart, chunks)
-            self.host_bytes = sum(length for _, length in chunks)
+            pieces = lock(cudart.cudaHostRegister, cudart.cudaHostUnregister, memory.data_ptr(), size)
+            self._locked = weakref.finalize(self, unlock, cudart.cudaHostUnregister, pieces)
+            self.host_bytes = sum(length for _, length in pieces)
         return memory
 
     def _strided(
@@ -129,7 +127,7 @@ class TorchStore(BaseStore[torch.Tensor]):
 
     def close(self) -> None:
         """Give the memory back. Views that are still around keep it alive; take none with you."""
-        if self._locked is not None:
+        if self._locked is not None and self._locked.alive:
             torch.cuda.synchronize(self._device)
             self._locked()
         super().close()
@@ -318,6 +316,10 @@ class CurrentStream:
         """Queue nothing further before a mark is reached."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
+    def finish(self) -> None:
+        """Wait until all of it is done."""
+        torch.cuda.current_stream(self._device).synchronize()
+
 
 class OwnStream:
     """A stream beside it, for copies."""
@@ -338,44 +340,9 @@ class OwnStream:
         """Queue nothing further before a mark is reached."""
         self._stream.wait_event(mark)
 
-
-def lock(cudart: Any, address: int, size: int, chunk: int = _CHUNK) -> list[tuple[int, int]]:
-    """Lock host memory for copies by the device, piece by piece: what is locked is what was asked for.
-
-    Parameters
-    ----------
-    cudart : module
-        ``torch.cuda.cudart()``.
-    address, size : int
-        The memory.
-    chunk : int, optional
-        The most bytes of one piece.
-
-    Returns
-    -------
-    list of (int, int)
-        Address and length of each piece.
-
-    Raises
-    ------
-    MemoryError
-        The system locks no more. Nothing stays locked.
-    """
-    done: list[tuple[int, int]] = []
-    for at in range(0, size, chunk):
-        piece = (address + at, min(chunk, size - at))
-        failure = int(cudart.cudaHostRegister(*piece, 0))
-        if failure:
-            unlock(cudart, done)
-            raise MemoryError(f"cudaHostRegister failed with error {failure} after {at} of {size} bytes")
-        done.append(piece)
-    return done
-
-
-def unlock(cudart: Any, pieces: list[tuple[int, int]]) -> None:
-    """Undo `lock`."""
-    for address, _ in pieces:
-        cudart.cudaHostUnregister(address)
+    def finish(self) -> None:
+        """Wait until all of it is done."""
+        self._stream.synchronize()
 
 
 def _host_tensor(size: int) -> torch.Tensor:
