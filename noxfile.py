@@ -111,6 +111,13 @@ def kernels(session: nox.Session) -> None:
     session.run("pytest", "-n", "2", *rest, *session.posargs, env={"TRITON_INTERPRET": "1"})
 
 
+@nox.session(python="3.12", default=False)
+def torch(session: nox.Session) -> None:
+    """The stores over torch, on the CPU: every case, two processes over gloo, a pool above 2^31 elements."""
+    install(session, "demo", "torch", "test")
+    session.run("pytest", "tests/torch", *session.posargs)
+
+
 @nox.session(python=RUNNING, default=False)
 def gpu(session: nox.Session) -> None:
     """All that needs a card: results against the reference, then times. Arguments go to bench/gpu/run.py."""

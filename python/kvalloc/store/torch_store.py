@@ -111,7 +111,7 @@ class TorchStore(BaseStore[torch.Tensor]):
     def _allocate_host(self, size: int) -> torch.Tensor:
         memory = _host_tensor(size)
         if self._device.type == "cuda":
-            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cudart = torch.cuda.cudart()
             pieces = lock(cudart.cudaHostRegister, cudart.cudaHostUnregister, memory.data_ptr(), size)
             self._locked = weakref.finalize(self, unlock, cudart.cudaHostUnregister, pieces)
             self.host_bytes = sum(length for _, length in pieces)
@@ -325,7 +325,7 @@ class OwnStream:
     """A stream beside it, for copies."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
 
     def run(self, work: Callable[[], R]) -> R:
         """Queue work."""
