@@ -214,6 +214,23 @@ def test_kv_that_ids_do_not_tell_is_not_published(llama, either):
         assert cache.pool.cached == 4 * cache.pool.spec.page_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
+def test_the_older_name_of_the_argument(llama, either):
+    ids, mask = prompts(40, 30)
+    expected = generated(llama, ids, mask, max_new_tokens=8)
+    model = either(llama)
+    with KvallocCache.for_model(model, device_bytes="4MiB") as cache:
+        answer = model.generate(
+            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, do_sample=False
+        )
+        assert torch.equal(answer, expected)
+        assert cache.get_seq_length() == 47
+        cache.reset()
+        with torch.no_grad():  # positions by name or not, the cache finds out what it is given
+            model(ids, mask, past_key_values=cache)
+        assert cache.get_seq_length() == 40
+
+
 # -- begin and reserve ---------------------------------------------------------------------------------------
 
 
@@ -259,6 +276,8 @@ def test_reserve_answers_before_anything_runs(llama):
         assert cache.generate(ids, max_new_tokens=40, reserve=True).shape == (1, 110)
         with pytest.raises(kvalloc.InvalidArgument, match="max_new_tokens"):
             cache.generate(ids, reserve=True)
+        with pytest.raises(kvalloc.InvalidArgument, match="without beams"):
+            cache.generate(ids, max_new_tokens=8, num_beams=2, reserve=True)
 
 
 def test_padding_without_a_mask_is_refused(llama):
@@ -486,9 +505,9 @@ def test_a_dropped_cache_gives_its_pages_back_at_once(llama):
     ids, mask = prompts(40, 25)
     pool = pool_for(llama)
     pool.tenant("acme")
-    hooks = len(llama._forward_pre_hooks)
-    gc.collect()
+    gc.collect()  # caches of other tests that wait for it
     gc.disable()
+    hooks = len(llama._forward_pre_hooks)
     try:
         cache = KvallocCache.for_model(llama, pool=pool, tenant="acme")
         generated(llama, ids, mask, cache, max_new_tokens=6)

@@ -282,7 +282,9 @@ class KvallocCache(Cache):  # type: ignore[misc]
         attention_mask : Tensor [rows, columns], optional
             0 for padding on the left.
         reserve : bool, optional
-            Reserve room for all of ``max_new_tokens`` first, or refuse: then it can't run out on the way.
+            Reserve room for the prompts and ``max_new_tokens`` first, or refuse: then it can't run out on the
+            way. Not for beams or several answers to a prompt, whose need nobody knows before. In a model with
+            windows, the part of the prompts that its windows let go again still has to find room.
         **kwargs
             As ``model.generate`` takes them.
 
@@ -297,15 +299,22 @@ class KvallocCache(Cache):  # type: ignore[misc]
             With `reserve`: there is no room now.
         OutOfPages, InvalidArgument, ClosedError
         """
-        new = 0
-        if reserve:
-            config = kwargs.get("generation_config") or self._model.generation_config
-            new = kwargs.get("max_new_tokens") or config.max_new_tokens or 0
-            if not new:
-                raise InvalidArgument("reserve needs max_new_tokens")
-        self.begin(input_ids, attention_mask, max_new_tokens=new)
+        self.begin(input_ids, attention_mask, max_new_tokens=self._to_reserve(kwargs) if reserve else 0)
         name = "cache" if "cache" in self._parameters else "past_key_values"
         return self._model.generate(input_ids, attention_mask=attention_mask, **{name: self}, **kwargs)
+
+    def _to_reserve(self, options: Mapping[str, Any]) -> int:
+        """New tokens of each row, by what `generate` is given."""
+        config = options.get("generation_config") or self._model.generation_config
+
+        def chosen(name: str) -> int:
+            return options.get(name) or getattr(config, name, None) or 0
+
+        if not chosen("max_new_tokens"):
+            raise InvalidArgument("reserve needs max_new_tokens")
+        if max(chosen("num_beams"), chosen("num_return_sequences")) > 1:
+            raise InvalidArgument("reserve is for one answer to each prompt, without beams")
+        return chosen("max_new_tokens")
 
     def begin(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int = 0
