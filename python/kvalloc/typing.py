@@ -15,18 +15,23 @@ __all__ = [
     "AdmissionVerdict",
     "ClearedEvent",
     "Event",
+    "Fate",
     "Int32s",
     "Keys",
     "OwnArray",
     "PageRefs",
+    "PlanKind",
+    "PlanState",
     "Publish",
     "RefusalReason",
     "RemovedEvent",
     "Scope",
+    "SequenceState",
     "Size",
     "StoredEvent",
     "SupportsArray",
     "SupportsDLPack",
+    "SuspendMode",
     "TokenIds",
 ]
 
@@ -70,6 +75,14 @@ OwnArray: TypeAlias = "NDArray[Any] | Buffer | SupportsDLPack"
 
 AdmissionVerdict: TypeAlias = Literal["now", "wait", "never"]
 RefusalReason: TypeAlias = Literal["limit", "claim", "frames", "fragmented", "row", "budget"]
+
+PlanKind: TypeAlias = Literal[
+    "reclaim", "rebalance", "top_up", "suspend", "resume", "offload", "prefetch", "compress"
+]
+PlanState: TypeAlias = Literal["open", "committed", "aborted", "expired", "ended", "dry"]
+Fate: TypeAlias = Literal["frozen", "swapped", "recomputed", "trimmed", "resumed"]
+SuspendMode: TypeAlias = Literal["auto", "swap", "recompute"]
+SequenceState: TypeAlias = Literal["running", "leaving", "suspended", "returning"]
 
 
 class StoredEvent(TypedDict):

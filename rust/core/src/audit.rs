@@ -51,7 +51,7 @@ pub struct Balance {
     pub capacity: u64,
     /// In no page.
     pub free: u64,
-    /// In pages with references.
+    /// In pages with references, and in places of pages that a plan brings from another tier.
     pub held: u64,
     /// In pages kept for later hits.
     pub cached: u64,
@@ -164,13 +164,17 @@ impl<'a> Audit<'a> {
         audit
     }
 
-    /// A place that a plan has claimed for a page; one in another tier than the page's is charged already.
+    /// A place that a plan has claimed for a page. One in another tier than the page's is charged already, and so is held;
+    /// one in the same tier is the page's second place, and in flight.
     fn count_claimed(&mut self, m: &Move) {
         let (Some(tier), class) = (m.to.tier(), self.pool.classes[m.to.class().as_usize()]) else { return };
-        self.balance[tier.as_usize()].in_flight += self.pool.bytes(class.units);
-        if m.from.tier() != m.to.tier()
-            && let Some(sums) = self.tenants[tier.as_usize()].get_mut(m.payer.as_usize())
-        {
+        let (balance, bytes) = (&mut self.balance[tier.as_usize()], self.pool.bytes(class.units));
+        if m.from.tier() == m.to.tier() {
+            balance.in_flight += bytes;
+            return;
+        }
+        balance.held += bytes;
+        if let Some(sums) = self.tenants[tier.as_usize()].get_mut(m.payer.as_usize()) {
             sums.held += u64::from(class.units);
         }
     }

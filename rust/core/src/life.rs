@@ -16,6 +16,7 @@ use crate::{
     page::{Line, Link},
     pool::{Pool, Scratch},
     stats::Counter,
+    sync::Atom,
     word::{
         ClassId, GroupId, Lane, PageId, PageRef, TenantId, Tier, Units,
         page::{Dropped, Ended, Location, PageWord, Shared},
@@ -368,8 +369,11 @@ impl Pool {
     /// A page that has just become cached and is counted as held. What is off the device can't be hit, so it ends at once,
     /// unless others continue it, or an order lists it already.
     fn park_alone(&self, lane: Lane, id: PageId, enqueue: bool) {
-        let payer = self.pages.payer(id);
-        self.ledger.park(self.tier_of(id), payer, Units(self.units_of(id)));
+        let (payer, tier) = (self.pages.payer(id), self.tier_of(id));
+        self.ledger.park(tier, payer, Units(self.units_of(id)));
+        if tier == Tier::Host {
+            self.lost.plus(1);
+        }
         if !enqueue {
             return;
         }

@@ -356,6 +356,8 @@ impl Pool {
         self.stats.count(lane, Counter::PagesMoved, moved as u64);
         self.stats.count(lane, Counter::MovesDropped, (moves.len() - moved) as u64);
         self.end_moves(&entry, taken.len());
+        // What no step shows is free at once.
+        self.quiescence.drain(&self.arenas);
         Ok(Progress { moved, dropped: taken.len() - moved, left: entry.plan().moves.len() - taken.end })
     }
 
@@ -413,6 +415,11 @@ impl Pool {
         self.plans.open().iter().map(|entry| entry.plan().clone()).collect()
     }
 
+    /// Bytes a second within the device, and between the tiers, as they were set; 0: not known.
+    pub fn bandwidths(&self) -> [u64; 2] {
+        self.plans.bandwidths()
+    }
+
     /// Bytes a second within the device, and between the tiers, for the estimates of later plans; 0: not known.
     pub fn set_bandwidths(&self, device: u64, host: u64) {
         self.plans.set_bandwidths([device, host]);
@@ -443,7 +450,8 @@ impl Pool {
     fn give_up(&self, lane: Lane, entry: &Entry, state: State) -> bool {
         let Some(left) = entry.give_up(state) else { return false };
         let left = &entry.plan().moves[left];
-        for m in left {
+        // The last first: pages that everybody let go meanwhile end before those that they continue.
+        for m in left.iter().rev() {
             self.end_move(lane, m, false);
         }
         self.end_moves(entry, left.len());

@@ -102,6 +102,8 @@ pub struct Pool {
     pub(crate) plans: Plans,
     /// The last victim of each tenant.
     pub(crate) victims: Turns,
+    /// Pages off the device that nobody holds and an order lists (preempt/places.rs).
+    pub(crate) lost: AtomicU64,
     /// Tokens a second that a prompt is computed with; 0: not known.
     pub(crate) recompute_speed: AtomicU64,
     pub(crate) quiescence: Quiescence,
@@ -255,6 +257,7 @@ impl Pool {
             pins: Pins::new(),
             plans: Plans::new().map_err(|e| argument(&e))?,
             victims: Turns::default(),
+            lost: AtomicU64::new(0),
             recompute_speed: AtomicU64::new(0),
             quiescence: Quiescence::new(&arenas),
             compare_tokens: options.compare_tokens,
@@ -437,7 +440,7 @@ impl Pool {
                 evicted = true;
                 missing = missing.saturating_sub(units);
             }
-            if !evicted {
+            if !evicted && self.drop_lost_pages(lane) == 0 {
                 // There is room, so others have it in hand: a page on its way out, a charge that is being taken back.
                 patience -= 1;
                 if patience == 0 {
@@ -557,7 +560,10 @@ impl Pool {
             // What moved away costs nobody a hit.
             let drained = self.let_frames_come();
             let evicted = if drained > 0 { 0 } else { self.evict(lane, payer, n - got, size, scratch) };
-            if drained + evicted == 0 && self.expire() == 0 && self.arena(Tier::Device).undrain_all(size) == 0
+            if drained + evicted == 0
+                && self.expire() == 0
+                && self.drop_lost_pages(lane) == 0
+                && self.arena(Tier::Device).undrain_all(size) == 0
             {
                 // With one size of frames the ledger's word is enough, so others have what is missing in hand.
                 patience -= 1;
@@ -763,6 +769,9 @@ impl Pool {
         let location = self.pages.location(id);
         let class = self.classes[location.class().as_usize()];
         let parent = if word.is_indexed() { self.unindex(id, class.group) } else { None };
+        if location.tier() == Some(Tier::Host) {
+            self.lost.minus(1);
+        }
         self.retire(id);
         (class, location, parent)
     }

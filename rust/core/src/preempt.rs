@@ -134,11 +134,16 @@ impl Pool {
         self.recompute_speed.put(tokens_per_second);
     }
 
+    /// As it was set; 0: not known.
+    pub fn recompute_speed(&self) -> u64 {
+        self.recompute_speed.get()
+    }
+
     /// What a sequence would give back to `within`.
     pub(crate) fn survey(&self, body: &Body, within: TenantId) -> Survey {
         let mut survey = Survey::default();
         let pays = |payer| self.ledger.is_under(payer, within);
-        for page in body.held_pages() {
+        for page in body.held_pages(self) {
             let (word, bytes) = (self.pages.read(page.id), self.bytes(self.units_of(page.id)));
             if self.tier_of(page.id) != Tier::Device {
                 // It has gone already.
@@ -173,7 +178,7 @@ impl Pool {
         let ns = |n: u64, per_second: u64| {
             u64::try_from(u128::from(n) * 1_000_000_000 / u128::from(per_second)).unwrap_or(u64::MAX)
         };
-        let host = speed(self.plans.host_bandwidth(), HOST_BYTES_PER_SECOND);
+        let host = speed(self.plans.bandwidths()[1], HOST_BYTES_PER_SECOND);
         let tokens = speed(self.recompute_speed.get(), TOKENS_PER_SECOND);
         Costs {
             swap: ns(survey.copied.saturating_mul(2), host),
@@ -376,9 +381,10 @@ impl<'a> Build<'a> {
     }
 
     fn swap_out(&self, body: &Body) -> Result<Vec<Move>, Refusal> {
-        let lease = |page: PageRef| self.pool.lease_out(page).map(|at| (page, at));
-        let leased = body.held_pages().filter_map(lease).collect();
-        self.pool.destinations(self.lane, Tier::Host, leased)
+        let pool = self.pool;
+        let lease = |page: PageRef| pool.lease_out(page).map(|at| (page, at));
+        let leased: Vec<_> = body.held_pages(pool).into_iter().filter_map(lease).collect();
+        pool.destinations(self.lane, Tier::Host, &leased)
     }
 
     fn add_moves(&mut self, moves: Vec<Move>) {
@@ -413,8 +419,9 @@ impl<'a> Build<'a> {
             Mode::Swap => {
                 let off = |page: &PageRef| pool.tier_of(page.id) == Tier::Host;
                 let lease = |page: PageRef| pool.lease_out(page).map(|at| (page, at));
-                let leased = body.held_pages().filter(off).filter_map(lease).collect();
-                let moves = pool.destinations(lane, Tier::Device, leased)?;
+                let leased: Vec<_> =
+                    body.held_pages(pool).into_iter().filter(off).filter_map(lease).collect();
+                let moves = pool.destinations(lane, Tier::Device, &leased)?;
                 if let Err(error) = body.reserve_again(pool) {
                     pool.undo(lane, &moves);
                     return Err(error);
@@ -436,7 +443,7 @@ impl Build<'_> {
     /// A sequence that would come back, into the plan's numbers.
     fn tell_return(&mut self, body: &Body, mode: Mode) {
         let pool = self.pool;
-        let away = body.held_pages().filter(|page| pool.tier_of(page.id) == Tier::Host);
+        let away = body.held_pages(pool).into_iter().filter(|page| pool.tier_of(page.id) == Tier::Host);
         self.plan.copied[1] += away.map(|page| pool.bytes(pool.units_of(page.id))).sum::<u64>();
         let prompt = Prompt { tenant: body.tenant, tokens: &body.tokens, root: body.root() };
         let tokens = match mode {

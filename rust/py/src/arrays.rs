@@ -194,3 +194,13 @@ pub(crate) fn int32<'py>(py: Python<'py>, numbers: &[i32]) -> PyResult<Bound<'py
 pub(crate) fn uint64<'py>(py: Python<'py>, numbers: &[u64]) -> PyResult<Bound<'py, PyAny>> {
     copied(py, &numbers.iter().flat_map(|n| n.to_ne_bytes()).collect::<Vec<_>>(), "uint64")
 }
+
+/// A numpy array of rows of `columns` numbers.
+pub(crate) fn int64_rows<'py>(
+    py: Python<'py>,
+    numbers: &[i64],
+    columns: usize,
+) -> PyResult<Bound<'py, PyAny>> {
+    let flat = copied(py, &numbers.iter().flat_map(|n| n.to_ne_bytes()).collect::<Vec<_>>(), "int64")?;
+    flat.call_method1("reshape", ((numbers.len() / columns, columns),))
+}

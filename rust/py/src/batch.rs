@@ -99,6 +99,10 @@ impl Batch {
         Ok(Self { inner, pool, step, step_id: AtomicU64::new(0), objects: Mutex::new(objects), shape })
     }
 
+    pub(crate) fn inner(&self) -> &Arc<Inner> {
+        &self.inner
+    }
+
     fn error(&self, py: Python<'_>, error: &Error) -> PyErr {
         self.inner.owner.error(py, error)
     }

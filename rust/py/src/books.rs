@@ -124,9 +124,11 @@ impl Admission {
 /// free : int
 ///     In no page.
 /// held, cached, pinned : int
-///     In pages with references; in published pages without, free to take; in pages that only a pin keeps.
+///     In pages with references, and in places that a plan has claimed for pages of the other tier; in published pages without,
+///     free to take; in pages that only a pin keeps.
 /// in_flight : int
-///     On their way: pages being evicted or freed, frames that readers may still see.
+///     On their way: pages being evicted or freed, frames that readers may still see, second places of pages that a plan moves
+///     within the tier.
 #[pyclass(frozen, eq, hash, get_all, module = "kvalloc")]
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Balance {

@@ -25,7 +25,7 @@ mod exceptions {
     pyo3::import_exception!(kvalloc.errors, WrongPool);
 }
 
-pub(crate) use exceptions::{ClosedError, InvalidArgument, TenantError, UnknownTenant, WrongPool};
+pub(crate) use exceptions::{ClosedError, InvalidArgument, PlanError, TenantError, UnknownTenant, WrongPool};
 
 /// A tenant as a person knows it.
 pub(crate) fn name_of(pool: &Pool, tenant: TenantId) -> String {

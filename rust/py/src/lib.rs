@@ -17,7 +17,9 @@ mod events;
 mod owner;
 mod pages;
 mod pin;
+mod plan;
 mod pool;
+mod preempt;
 mod sequence;
 mod spec;
 mod stats;
@@ -39,6 +41,8 @@ mod _core {
     use crate::pages::Pages;
     #[pymodule_export]
     use crate::pin::Pin;
+    #[pymodule_export]
+    use crate::plan::{Plan, Progress, Victim};
     #[pymodule_export]
     use crate::pool::Pool;
     #[pymodule_export]

@@ -39,7 +39,7 @@ use crate::{
 ///     Bytes of the device arena, or text such as ``"24GiB"``. Rounded down to whole extents; ``capacity`` says what is
 ///     left.
 /// host_bytes : int or str, optional
-///     Bytes of the host tier; it is counted, nothing is moved to it.
+///     Bytes of the host tier, where the pages of suspended sequences go: see `suspend`. Default: there is none.
 /// secret : bytes, optional
 ///     16 bytes for the keyed hash of the prefix index. Pools of several processes with one secret give equal prompts equal
 ///     keys. Default: random.
@@ -774,6 +774,12 @@ impl Pool {
     #[getter]
     fn capacity(&self) -> PyResult<u64> {
         Ok(self.live()?.room_in(Tier::Device).0)
+    }
+
+    /// int : Bytes of the host tier that are in no page; 0 if there is no host tier.
+    #[getter]
+    fn host_free(&self) -> PyResult<u64> {
+        Ok(self.live()?.room_in(Tier::Host).1)
     }
 
     /// int : Bytes that are in no page.

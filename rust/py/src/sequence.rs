@@ -178,7 +178,7 @@ impl Sequence {
     /// -------
     /// numpy.ndarray
     ///     int32 [pages]; 0 for pages that left the window. A page may move: a batch's own table is kept up to date, this is a
-    ///     copy.
+    ///     copy. While the sequence is suspended by swap, the frames of its private pages are those of the host tier.
     ///
     /// Raises
     /// ------

@@ -263,6 +263,13 @@ impl Tenant {
         self.figure(|u| u.promised)
     }
 
+    /// int : Bytes of its own pages that are in the host tier, or on their way there.
+    #[getter]
+    fn host_held(&self) -> PyResult<u64> {
+        let core = self.live()?;
+        Ok(core.bytes_of(core.ledger().usage(Tier::Host, self.id).held))
+    }
+
     /// int : Bytes that are available to its subtree at once.
     #[getter]
     fn reserve(&self) -> PyResult<u64> {

@@ -263,9 +263,9 @@ impl Plans {
         }
     }
 
-    /// Bytes a second between the tiers; 0: not known.
-    pub(crate) fn host_bandwidth(&self) -> u64 {
-        self.bandwidths[1].get()
+    /// Bytes a second within the device, and between the tiers; 0: not known.
+    pub(crate) fn bandwidths(&self) -> [u64; 2] {
+        self.bandwidths.each_ref().map(Atom::get)
     }
 
     /// Under the mutex, so that it follows the table.

@@ -2,9 +2,10 @@
 //!
 //! On the device such a charge is an allocation like any other: it takes cached pages that are in the way. The host tier has
 //! no cached pages but those that were let go while they were away and could not end at once, because others continued them
-//! or an order listed them ([`Pool::drop_lost_pages`]); they go before anything is refused.
+//! or an order listed them ([`Pool::drop_lost_pages`]); they go before anything is refused, in either tier: on the device
+//! they may keep what they continue, whose tenant then has cached pages that can't be evicted.
 //!
-//! Callers: preempt.rs.
+//! Callers: preempt.rs; pool.rs before it refuses.
 
 use crate::{
     error::{Refusal, Why},
@@ -12,42 +13,55 @@ use crate::{
     plan::Move,
     pool::{ClassInfo, Pool, Scratch},
     stats::Counter,
+    sync::Atom,
     word::{ClassId, FrameId, Lane, PageRef, TenantId, Tier, Units, page::Location},
 };
 
 impl Pool {
-    /// Moves of a plan that will not be.
+    /// Moves of a plan that will not be: the last first, as their pages go when everybody lets go of them.
     pub(super) fn undo(&self, lane: Lane, moves: &[Move]) {
-        for m in moves {
+        for m in moves.iter().rev() {
             self.end_move(lane, m, false);
         }
     }
 
-    /// Places in `tier` for pages that were leased out: all or none. The order of the places is that of where they lie, so
-    /// that what lies side by side stays side by side.
+    /// Places in `tier` for pages that were leased out: all or none. The moves are in the order of `leased`; the places are
+    /// given out in that of where the pages lie, so that what lies side by side stays side by side.
     pub(super) fn destinations(
         &self,
         lane: Lane,
         tier: Tier,
-        mut leased: Vec<(PageRef, Location)>,
+        leased: &[(PageRef, Location)],
     ) -> Result<Vec<Move>, Refusal> {
-        let key = |&(page, at): &(PageRef, Location)| (self.pages.payer(page.id), at.class());
-        leased.sort_by_key(|leased| (key(leased), leased.1.frame()));
-        let mut moves: Vec<Move> = Vec::with_capacity(leased.len());
-        for run in leased.chunk_by(|a, b| key(a) == key(b)) {
-            let (payer, class) = key(&run[0]);
+        let key = |at: usize| (self.pages.payer(leased[at].0.id), leased[at].1.class());
+        let moves = |places: &[Location]| -> Vec<Move> {
+            let move_to = |(at, &to): (usize, &Location)| {
+                let (page, from) = leased[at];
+                Move { page, from, to, payer: self.pages.payer(page.id) }
+            };
+            places.iter().enumerate().map(move_to).collect()
+        };
+        let mut order: Vec<usize> = (0..leased.len()).collect();
+        order.sort_unstable_by_key(|&at| (key(at), leased[at].1.frame()));
+        let mut places = vec![Location::NOWHERE; leased.len()];
+        for run in order.chunk_by(|&a, &b| key(a) == key(b)) {
+            let (payer, class) = key(run[0]);
             let mut frames = Vec::with_capacity(run.len());
             if let Err(refusal) = self.take_frames(lane, tier, payer, class, run.len(), &mut frames) {
-                let without = &leased[moves.len()..];
-                self.undo(lane, &moves);
-                without.iter().for_each(|&(page, _)| self.stay(lane, page));
+                for m in moves(&places).iter().rev() {
+                    match m.to.tier() {
+                        Some(_) => _ = self.end_move(lane, m, false),
+                        None => self.stay(lane, m.page),
+                    }
+                }
                 return Err(refusal);
             }
             frames.sort_unstable();
-            let to = frames.iter().map(|&frame| Location::new(tier, class, frame));
-            moves.extend(run.iter().zip(to).map(|(&(page, from), to)| Move { page, from, to, payer }));
+            for (&at, frame) in run.iter().zip(frames) {
+                places[at] = Location::new(tier, class, frame);
+            }
         }
-        Ok(moves)
+        Ok(moves(&places))
     }
 
     /// Places for `n` pages of a class that are to move to `tier`, charged to `payer`: all or none, behind those in `out`.
@@ -103,10 +117,13 @@ impl Pool {
         Err(Refusal { why, tier, tenant: payer, level: TenantId(0), asked, room })
     }
 
-    /// Pages off the device that nobody holds, and that stand in an order because others continued them when they were let
-    /// go: how many ended. A round over the orders of those who have some.
-    fn drop_lost_pages(&self, lane: Lane) -> usize {
+    /// Pages off the device that nobody holds, and that stand in an order because it listed them, or others continued them,
+    /// when they were let go: how many ended. A round over the orders of those who have some.
+    pub(crate) fn drop_lost_pages(&self, lane: Lane) -> usize {
         let mut ended = 0;
+        if self.lost.get() == 0 {
+            return ended;
+        }
         for tenant in (0..=self.ledger.top()).map(TenantId) {
             if self.ledger.usage(Tier::Host, tenant).cached > Units(0) {
                 self.orders.drain_away(&self.pages, tenant, |id, word| {

@@ -407,6 +407,39 @@ fn what_is_left_on_the_host_tier_goes_when_room_is_needed() {
     empty(&pool);
 }
 
+/// What was left off the device continues pages of another tenant that are needed: it goes, and they can be evicted.
+#[test]
+fn what_is_left_on_the_host_tier_keeps_nothing_on_the_device() {
+    let pool = host_pool(spec(&[(Full, 1)]), 4, 4);
+    let org = plain_tenant(&pool, "org");
+    let publish = Policy { publish: vec![(org, None)], ..Policy::default() };
+    let t = tenant(&pool, org, "t", &publish);
+    let mine = batch(&pool, 2, 64);
+    let share = [(org, 2 * PAGE)];
+    let prompt = |tokens: u32| {
+        let ask = Open { tokens: (0..tokens).collect(), share: &share, ..Open::default() };
+        pool.open(t, ask).expect("nothing is admitted")
+    };
+    let first = prompt(13);
+    mine.add(&first).expect("a row");
+    run(&mine, 1);
+    drop(mine.remove(&first));
+    drop(first);
+    let (sequence, sharer) = (prompt(13), prompt(9));
+    assert_eq!((sequence.counts().expect("free").cached, sharer.counts().expect("free").cached), (12, 8));
+    commit(&pool, &suspend(&pool, &sequence, Wish::Swap));
+    close(&sharer);
+    close(&sequence);
+    green(&pool);
+    let [device, host] = pool.audit().balance;
+    assert_eq!((device.cached, host.cached), (pool.bytes(2), pool.bytes(1)));
+    let other = plain_tenant(&pool, "other");
+    let all = computed(&pool, &mine, other, 100..116);
+    close(&all);
+    drop(mine);
+    empty(&pool);
+}
+
 #[test]
 fn only_a_running_sequence_grows() {
     let pool = host_pool(spec(&[(Full, 1), (Fixed, 1)]), 20, 20);

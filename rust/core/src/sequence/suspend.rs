@@ -227,8 +227,9 @@ impl Body {
         &self.ranges
     }
 
-    /// The pages it holds, per group.
-    pub(crate) fn held_pages(&self) -> impl Iterator<Item = PageRef> {
-        self.tables.iter().flat_map(|table| table.live().iter().copied())
+    /// The pages it holds: those that others continue before those that continue them.
+    pub(crate) fn held_pages(&self, pool: &Pool) -> Vec<PageRef> {
+        let groups: Vec<_> = self.groups_up(pool).collect();
+        groups.into_iter().rev().flat_map(|g| self.tables[g].live()).copied().collect()
     }
 }

@@ -11,9 +11,9 @@ use crate::{
     admit::Verdict,
     batch::Copy,
     error::{Error, Refusal, Why},
-    sequence::Open,
+    sequence::{Open, State},
     spec::GroupKind,
-    word::{FrameId, GroupId, PageRef},
+    word::{FrameId, GroupId, PageRef, Tier},
 };
 
 impl World {
@@ -73,6 +73,7 @@ impl World {
                     written: counts.cached,
                     cached: counts.cached,
                     batch: None,
+                    state: State::Running,
                     admitted: if admit { counts.prompt + max_new } else { 0 },
                     handle,
                 };
@@ -90,7 +91,7 @@ impl World {
     }
 
     /// What was hit is what the prompt says, was written, and belongs to whom it may.
-    fn check_hit(&self, model: &Model) {
+    pub(super) fn check_hit(&self, model: &Model) {
         for group in self.groups() {
             let (start, pages) = model.handle.pages(group).expect("idle");
             for (place, (page, frame)) in (start..).zip(pages) {
@@ -118,6 +119,7 @@ impl World {
         let rows = &mut self.batches[at];
         let fits =
             rows.rows.len() < ROWS && model.known().max(model.slots()) <= MOST && model.batch.is_none();
+        let fits = fits && model.state == State::Running;
         match rows.batch.add(&model.handle) {
             Ok(row) => {
                 assert!(fits && row == rows.rows.len());
@@ -129,7 +131,7 @@ impl World {
     }
 
     /// What becomes of a sequence that leaves its batch with steps that are not committed.
-    fn pulled(&mut self, id: u64) -> Option<usize> {
+    pub(super) fn pulled(&mut self, id: u64) -> Option<usize> {
         let has_state = self.has_state();
         let model = self.sequences.get_mut(&id).expect("it lives");
         let at = model.batch.take()?;
@@ -161,7 +163,8 @@ impl World {
     }
 
     pub(super) fn close(&mut self, id: u64, by_drop: bool) {
-        if by_drop && self.sequences[&id].batch.is_none() {
+        let carried = self.plans.iter().any(|plan| plan.carries(id));
+        if by_drop && self.sequences[&id].batch.is_none() && !carried {
             self.sequences.remove(&id);
             return;
         }
@@ -272,7 +275,7 @@ impl World {
         copies
             .iter()
             .map(|&Copy { group, from, to }| {
-                self.device.copy(group, from, to);
+                self.device.copy(Tier::Device, group, from, to);
                 *frames.get(&(group, from)).expect("a copy of a page that one of the rows had")
             })
             .collect()
@@ -412,7 +415,8 @@ impl World {
         let model = self.sequences.get_mut(&id).expect("picked");
         let answer = model.handle.extend(tokens);
         // Nobody knows the tokens of slots beyond the known ones: these can't come behind them.
-        assert_eq!(answer.is_ok(), model.slots() <= model.known() || tokens.is_empty(), "{answer:?}");
+        let sound = model.slots() <= model.known() || tokens.is_empty();
+        assert_eq!(answer.is_ok(), sound && model.state == State::Running, "{answer:?}");
         if answer.is_ok() {
             model.ids.extend_from_slice(tokens);
         }
@@ -422,7 +426,8 @@ impl World {
         let full = self.all_grow();
         let model = self.sequences.get_mut(&id).expect("picked");
         let answer = model.handle.truncate(n);
-        let sound = n > 0 && n <= model.known().max(model.slots());
+        let runs = model.state == State::Running;
+        let sound = runs && n > 0 && n <= model.known().max(model.slots());
         assert!(sound || answer.is_err());
         if full {
             assert_eq!(answer.is_ok(), sound, "{answer:?}");
@@ -453,6 +458,10 @@ impl World {
         let state = self.has_state();
         let model = self.sequences.get_mut(&id).expect("picked");
         let unsettled = model.slots() > model.written;
+        if model.state != State::Running {
+            assert!(model.handle.fork().is_err());
+            return;
+        }
         // Both go on in copies, for which nothing was promised.
         model.admitted = 0;
         match model.handle.fork() {
@@ -475,6 +484,10 @@ impl World {
 
     pub(super) fn keep_state(&mut self, id: u64) {
         let model = &self.sequences[&id];
+        if model.state != State::Running {
+            assert!(model.handle.keep_state().is_err());
+            return;
+        }
         let kept = model.handle.keep_state().expect("nobody uses it");
         assert!(
             !kept || self.has_state() && model.slots() == model.written && model.written.is_multiple_of(PAGE)
@@ -486,10 +499,10 @@ impl World {
         let group = GroupId((group % self.spec.groups().len()) as u8);
         let (_, pages) = self.sequences[&id].handle.pages(group).expect("nobody uses it");
         let Some(&(page, at)) = pages.get(n % pages.len().max(1)) else { return };
-        let device = &mut self.device;
+        let (device, tier) = (&mut self.device, self.pool.tier_of(page.id));
         let moved = build::relocate(&self.pool, page, |from, to| {
             assert_eq!(from, at);
-            device.copy(group, from, to);
+            device.copy(tier, group, from, to);
         });
         assert_eq!(self.pool.pages.location(page.id).frame(), moved.unwrap_or(at));
     }

@@ -44,6 +44,7 @@ impl World {
                 (model.known(), model.slots(), model.written, model.cached)
             );
             assert_eq!(model.handle.tokens(0).expect("nobody uses it"), model.ids);
+            assert_eq!(model.handle.state(), Ok(model.state));
             for group in self.groups() {
                 let (start, pages) = model.handle.pages(group).expect("nobody uses it");
                 let kind = self.spec.groups()[group.as_usize()].kind;
@@ -57,15 +58,22 @@ impl World {
                     start <= self.spec.first_needed(group, model.written),
                     "{group} lacks pages it needs"
                 );
-                for (place, (_, frame)) in (start..).zip(pages) {
+                for (place, (page, frame)) in (start..).zip(pages) {
+                    let read = |at| {
+                        let slot = self.device.read_in(self.pool.tier_of(page.id), group, frame, at);
+                        slot.map(|slot| slot.0)
+                    };
                     if kind == GroupKind::State {
                         let content = model.contents.last().copied();
-                        assert_eq!(self.device.read(group, frame, 0).map(|s| s.0), content);
+                        assert_eq!(read(0), content);
                         continue;
                     }
                     for position in place * PAGE..((place + 1) * PAGE).min(model.slots()) {
-                        let slot = self.device.read(group, frame, position % PAGE).map(|s| s.0);
-                        assert_eq!(slot, Some(model.contents[position as usize]), "{position} in {group}");
+                        assert_eq!(
+                            read(position % PAGE),
+                            Some(model.contents[position as usize]),
+                            "{position} in {group}"
+                        );
                     }
                 }
             }
@@ -84,6 +92,9 @@ impl World {
         let sources = self.batches.iter().flat_map(|b| &b.outstanding).flat_map(|r| &r.sources).copied();
         for page in tables.chain(sources).chain(self.owned.iter().map(|o| o.page)) {
             *refs.entry(page).or_default() += 1;
+        }
+        for (&page, n) in self.plans.iter().flat_map(|plan| &plan.refs) {
+            *refs.entry(page).or_default() += n;
         }
         let listed = self.pool.pins(None);
         assert_eq!(
@@ -108,6 +119,9 @@ impl World {
         for model in self.sequences.values() {
             let promises = model.handle.visit(|_, body, _| body.promises.clone()).expect("nobody uses it");
             promises.into_iter().for_each(|(payer, units)| *promised.entry(payer).or_default() += units);
+        }
+        for (&payer, units) in self.plans.iter().flat_map(|plan| &plan.promised) {
+            *promised.entry(payer).or_default() += units;
         }
         let levels = self.levels();
         for (&level, &(charged, claim)) in levels.iter().zip(&self.before) {
@@ -140,6 +154,9 @@ impl World {
 
     /// Everybody goes, and nothing is left.
     pub(super) fn finish(mut self) {
+        while !self.plans.is_empty() {
+            self.abort(0);
+        }
         for id in self.sequences.keys().copied().collect::<Vec<_>>() {
             self.close(id, id % 2 == 0);
         }

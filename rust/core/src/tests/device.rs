@@ -1,5 +1,7 @@
 //! A device made of numbers: every slot remembers which content was written to it, and by which write.
 //!
+//! Both tiers are in it, one behind the other.
+//!
 //! A content is the hash of a context (adapter, keys) and all tokens up to a position, which is what the KV of that
 //! position depends on. So a page that is shared, moved or copied wrongly shows a content that nobody expects there.
 
@@ -11,7 +13,7 @@ use std::{
 use super::build::PAGE;
 use crate::{
     spec::{GroupKind, Spec},
-    word::{FrameId, GroupId},
+    word::{FrameId, GroupId, Tier},
 };
 
 /// The identity of all tokens up to one position.
@@ -63,14 +65,14 @@ impl Device {
         }
     }
 
-    fn start(&self, group: GroupId, frame: FrameId) -> u64 {
-        u64::from(frame.0) * self.page_bytes[group.as_usize()]
+    fn start(&self, tier: Tier, group: GroupId, frame: FrameId) -> u64 {
+        ((tier as u64) << 50) + u64::from(frame.0) * self.page_bytes[group.as_usize()]
     }
 
     /// The frame, for writing: what other groups left in these bytes is gone.
-    fn open(&mut self, group: GroupId, frame: FrameId) -> &mut Frame {
+    fn open(&mut self, tier: Tier, group: GroupId, frame: FrameId) -> &mut Frame {
         assert_ne!(frame.0, 0, "frame 0 is never given out");
-        let (start, bytes) = (self.start(group, frame), self.page_bytes[group.as_usize()]);
+        let (start, bytes) = (self.start(tier, group, frame), self.page_bytes[group.as_usize()]);
         let over: Vec<u64> = self
             .frames
             .range(..start + bytes)
@@ -94,13 +96,18 @@ impl Device {
     }
 
     pub(super) fn write(&mut self, group: GroupId, frame: FrameId, at: u32, content: Content, write: u64) {
-        self.open(group, frame).cells[at as usize] = Some(Cell { content, write });
+        self.open(Tier::Device, group, frame).cells[at as usize] = Some(Cell { content, write });
     }
 
-    pub(super) fn copy(&mut self, group: GroupId, from: FrameId, to: FrameId) {
-        let start = self.start(group, from);
+    pub(super) fn copy(&mut self, tier: Tier, group: GroupId, from: FrameId, to: FrameId) {
+        self.carry(group, (tier, from), (tier, to));
+    }
+
+    /// Copy a page from one tier to another.
+    pub(super) fn carry(&mut self, group: GroupId, from: (Tier, FrameId), to: (Tier, FrameId)) {
+        let start = self.start(from.0, group, from.1);
         let cells = self.frames.get(&start).filter(|f| f.group == group).map(|f| f.cells.clone());
-        let to = self.open(group, to);
+        let to = self.open(to.0, group, to.1);
         match cells {
             Some(cells) => to.cells = cells,
             None => to.cells.fill(None),
@@ -109,14 +116,28 @@ impl Device {
 
     /// Whether two frames say the same.
     pub(super) fn same(&self, group: GroupId, a: FrameId, b: FrameId) -> bool {
-        let of =
-            |frame| self.frames.get(&self.start(group, frame)).filter(|f| f.group == group).map(|f| &f.cells);
+        let of = |frame| {
+            self.frames
+                .get(&self.start(Tier::Device, group, frame))
+                .filter(|f| f.group == group)
+                .map(|f| &f.cells)
+        };
         of(a) == of(b)
     }
 
-    /// What stands in a slot, and whether its step was committed.
+    /// What stands in a slot of the device, and whether its step was committed.
     pub(super) fn read(&self, group: GroupId, frame: FrameId, at: u32) -> Option<(Content, bool)> {
-        let frame = self.frames.get(&self.start(group, frame)).filter(|f| f.group == group)?;
+        self.read_in(Tier::Device, group, frame, at)
+    }
+
+    pub(super) fn read_in(
+        &self,
+        tier: Tier,
+        group: GroupId,
+        frame: FrameId,
+        at: u32,
+    ) -> Option<(Content, bool)> {
+        let frame = self.frames.get(&self.start(tier, group, frame)).filter(|f| f.group == group)?;
         let cell = frame.cells[at as usize]?;
         Some((cell.content, self.done.contains(&cell.write)))
     }

@@ -45,6 +45,11 @@ enum What {
     Unpin,
     Advance,
     Relocate,
+    Suspend,
+    Resume,
+    Preempt,
+    CommitPlan,
+    AbortPlan,
     Policy,
     Reset,
     Allocate,
@@ -78,6 +83,11 @@ fn op() -> impl Strategy<Value = Op> {
         (2, Unpin),
         (1, Advance),
         (2, Relocate),
+        (7, Suspend),
+        (7, Resume),
+        (2, Preempt),
+        (12, CommitPlan),
+        (3, AbortPlan),
         (2, Policy),
         (1, Reset),
         (4, Allocate),
@@ -141,6 +151,11 @@ fn run(world: &mut World, Op { what, a, b, c, d }: Op) {
         (What::Unpin, _) => world.unpin(x),
         (What::Advance, _) => world.advance(u64::from(a) * 20),
         (What::Relocate, Some(id)) => world.relocate(id, y, z),
+        (What::Suspend, Some(id)) => world.suspend(id, y, z % 5 > 0),
+        (What::Resume, _) => world.resume(x),
+        (What::Preempt, _) => world.preempt(x, u64::from(b) % 3000, z),
+        (What::CommitPlan, _) => world.commit_plan(x, if y % 2 == 0 { usize::MAX } else { z % 5 }),
+        (What::AbortPlan, _) => world.abort(x),
         (What::Policy, _) => {
             let limit = (b % 2 == 0).then_some(u32::from(b) % 24);
             world.set_policy(x, u32::from(c) % 9, limit, 1 + u32::from(d % 4), d);
@@ -157,10 +172,10 @@ fn run(world: &mut World, Op { what, a, b, c, d }: Op) {
     }
 }
 
-fn live(spec: usize, pages: u64, collide: bool, ops: &[Op]) {
+fn live(spec: usize, pages: u64, host: u64, collide: bool, ops: &[Op]) {
     let specs = build::specs();
     let (_, spec) = &specs[spec % specs.len()];
-    let mut world = World::new(spec.clone(), pages, collide);
+    let mut world = World::new(spec.clone(), pages, host, collide);
     for &op in ops {
         world.prepare();
         run(&mut world, op);
@@ -177,9 +192,10 @@ proptest! {
     fn the_books_hold(
         spec in 0..9usize,
         pages in 6..40u64,
+        host in prop_oneof![1 => Just(0), 4 => 2..24u64],
         collide in prop::bool::weighted(0.1),
         ops in vec(op(), 1..150),
     ) {
-        live(spec, pages, collide, &ops);
+        live(spec, pages, host, collide, &ops);
     }
 }

@@ -10,6 +10,7 @@ use crate::{
     hash::CallerKey,
     index::page_before,
     ledger::Policy,
+    sequence::State,
     word::{GroupId, PageId, PageRef, TenantId, Tier, Units},
 };
 
@@ -19,7 +20,9 @@ impl World {
     pub(super) fn pin(&mut self, id: u64, tokens: u32, owner: usize, ttl: Option<u64>) {
         let owner = self.tenants[owner % self.tenants.len()];
         let model = &self.sequences[&id];
+        let runs = model.state == State::Running;
         if let Ok(pin) = self.pool.pin(&model.handle, tokens, owner, ttl, "test") {
+            assert!(runs, "pages may be away");
             self.pins.push((pin, ttl.map(|ttl| self.pool.now_ms() + ttl)));
         }
     }
@@ -35,6 +38,7 @@ impl World {
     pub(super) fn advance(&mut self, ms: u64) {
         let now = self.pool.advance(ms).expect("a manual clock");
         self.pins.retain(|&(_, until)| until.is_none_or(|until| until > now));
+        self.expire(now);
     }
 
     pub(super) fn set_policy(

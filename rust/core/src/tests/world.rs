@@ -1,9 +1,10 @@
 //! A pool, and what the model knows of it: each sequence's tokens and counts, the steps that are not committed, and what the
-//! device holds. What is done with it is in actor.rs and outside.rs, what must be true in check.rs.
+//! device holds. What is done with it is in actor.rs, away.rs and outside.rs, what must be true in check.rs.
 
 use std::{collections::BTreeMap, sync::Arc};
 
 use super::{
+    away::Carried,
     build,
     device::{Content, Device},
 };
@@ -12,8 +13,8 @@ use crate::{
     face::Pages,
     ledger::Policy,
     pins::PinId,
-    pool::Pool,
-    sequence::Sequence,
+    pool::{Options, Pool},
+    sequence::{Sequence, State},
     spec::{GroupKind, Spec},
     word::{GroupId, PageRef, TenantId, Units},
 };
@@ -37,6 +38,8 @@ pub(super) struct Model {
     pub(super) written: u32,
     pub(super) cached: u32,
     pub(super) batch: Option<usize>,
+    /// Running, suspended, or in the hands of a plan.
+    pub(super) state: State,
     /// Admitted for so many tokens, and nothing has happened since that takes more pages than that.
     pub(super) admitted: u32,
 }
@@ -101,6 +104,8 @@ pub(super) struct World {
     /// Pages found without a reference, and what they hold.
     pub(super) found: Vec<(PageRef, GroupId, Content)>,
     pub(super) pins: Vec<(PinId, Option<u64>)>,
+    /// Plans that are open.
+    pub(super) plans: Vec<Carried>,
     pub(super) born: u64,
     pub(super) unknown: u32,
     pub(super) resets: u64,
@@ -111,9 +116,9 @@ pub(super) struct World {
 }
 
 impl World {
-    pub(super) fn new(spec: Spec, pages: u64, force_collisions: bool) -> Self {
-        let mut options = build::options(&spec, pages);
-        options.force_collisions = force_collisions;
+    pub(super) fn new(spec: Spec, pages: u64, host: u64, force_collisions: bool) -> Self {
+        let host_bytes = if host == 0 { 0 } else { build::options(&spec, host).device_bytes };
+        let options = Options { host_bytes, force_collisions, ..build::options(&spec, pages) };
         let pool = Arc::new(Pool::new(spec.clone(), &options).expect("a pool"));
         let org = build::plain_tenant(&pool, "org");
         let publish = Policy { publish: vec![(org, None)], pin_budget: Units(1000), ..Policy::default() };
@@ -135,6 +140,7 @@ impl World {
             old: Vec::new(),
             found: Vec::new(),
             pins: Vec::new(),
+            plans: Vec::new(),
             born: 0,
             unknown: 1 << 20,
             resets: 0,
