@@ -277,6 +277,8 @@ impl Pool {
             nth[one.extent.as_usize()] = n;
         }
         let find = |location: Location| {
+            // (It may have left the device since it was looked at.)
+            location.tier().filter(|&tier| tier == Tier::Device)?;
             let size = self.classes.get(location.class().as_usize())?.size;
             let extent = arena.extent_of(size, location.frame());
             let n = (*nth.get(extent.as_usize())?).checked_sub(1)?;

@@ -109,14 +109,14 @@ pub(crate) fn batch(pool: &Arc<Pool>, rows: usize, tokens: u32) -> Batch {
 pub(crate) fn relocate(pool: &Pool, page: PageRef, copy: impl FnOnce(FrameId, FrameId)) -> Option<FrameId> {
     let lane = Lane(3);
     let Lease::Got(m) = pool.lease_to_move(page.id) else { return None };
-    let size = pool.classes[m.from.class().as_usize()].size;
+    let (tier, size) = (pool.tier_of(m.page.id), pool.classes[m.from.class().as_usize()].size);
     let mut frame = Vec::new();
-    if m.page != page || pool.arena(Tier::Device).claim(size, lane, 1, &mut frame) == 0 {
+    if m.page != page || pool.arena(tier).claim(size, lane, 1, &mut frame) == 0 {
         pool.unlease(lane, m.page);
         return None;
     }
     let mut draft = Draft::new(Kind::Rebalance, ROOT, 0);
-    draft.plan.moves.push(Move { to: Location::new(Tier::Device, m.from.class(), frame[0]), ..m });
+    draft.plan.moves.push(Move { to: Location::new(tier, m.from.class(), frame[0]), ..m });
     let plan = pool.open_draft(lane, draft, 1000, false);
     copy(m.from.frame(), frame[0]);
     (pool.commit_plan(&plan).expect("open").moved == 1).then(|| frame[0])
