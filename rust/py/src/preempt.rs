@@ -328,7 +328,7 @@ impl Pool {
         let (batches, sessions) = (batches(batch)?, self::sessions(sessions)?);
         self.plan(py, |core| {
             let batches: Vec<&CoreBatch> = batches.iter().map(|b| &b.core).collect();
-            let from = From { batches: &batches, sessions: &sessions };
+            let from = From { batches: &batches, sessions: &sessions, spared: None };
             core.preempt(tenant, bytes, from, wish, ttl, dry)
         })
     }
