@@ -351,8 +351,8 @@ def demo(
     show = LiveShow(console) if console.is_terminal else PlainShow(console)
     asked = [(TENANTS[i % len(TENANTS)], text) for i, text in enumerate(prompt)] if prompt else QUESTIONS
     try:
-        loaded = load(model, device, show.say)
         sampling = Sampling(temperature=temperature, seed=seed)
+        loaded = load(model, device, show.say)
         result = Demo(*loaded, asked, max_new=max_new, sampling=sampling).run(show, check=check)
     finally:
         show.close()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .demo import Answer, Stage
 
-__all__ = ["LiveShow", "PlainShow", "print_demo"]
+__all__ = ["LiveShow", "PlainShow", "print_demo", "printable"]
 
 EVERY = 0.1  # seconds between two pictures
 BESIDE = 16  # lines that are not answers
@@ -121,7 +121,7 @@ class LiveShow:
         table.add_column(width=12, no_wrap=True, overflow="ellipsis")
         table.add_column(ratio=1)
         for answer in self._answers:
-            said = " ".join(answer.text.split())
+            said = printable(" ".join(answer.text.split()))
             if len(said) > room:
                 said = "…" + said[1 - room :]
             state = answer.state
@@ -141,13 +141,18 @@ class LiveShow:
         return table
 
 
+def printable(text: str) -> str:
+    """Return a text in which nothing steers the terminal: a model may say anything."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def print_answer(answer: Answer, console: Console) -> None:
     """Print a question and its answer."""
     request = answer.request
     hit = f", {request.cached} of {len(answer.ids)} prompt tokens hit" if request else ""
     text = Text.assemble(
         (f"{answer.tenant}", "bold cyan"), ": ", (answer.question, "bold"), (hit, "dim"), "\n",
-        answer.text or f"({answer.state})",
+        printable(answer.text) or f"({answer.state})",
     )  # fmt: skip
     console.print(text, highlight=False, soft_wrap=not console.is_terminal)
 
