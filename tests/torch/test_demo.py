@@ -6,9 +6,11 @@ import importlib.util
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from kvalloc.engine import Sampling
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -405,6 +408,15 @@ def test_smollm2_answers_through_pages_as_plain_generate_does(smol, tmp_path):
     assert all(
         len(line) <= 80 for line in done.stdout.split("SmolLM2-135M-Instruct, float32")[1].splitlines()
     )
+
+
+def test_the_example_streams_answers(tiny, capsys):
+    runpy.run_path(str(EXAMPLES / "transformers_model.py"))["main"](str(tiny), "Why?", "When?", "Why not?")
+    said = capsys.readouterr().out
+    assert [said.index(text) for text in ("Why?", "When?", "Why not?")] == sorted(
+        said.index(text) for text in ("Why?", "When?", "Why not?")
+    )
+    assert len(said) > len("Why?When?Why not?") + 3 * 10
 
 
 def test_importing_the_command_line_imports_no_torch():

@@ -55,16 +55,20 @@ class TorchModel:
 
     Examples
     --------
-    ::
-
-        spec = kvalloc.KVSpec.from_hf_config(model.config, dtype="float32")
-        pool = kvalloc.Pool(spec, "256MiB")
-        acme = pool.tenant("acme")
-        with kvalloc.TorchStore(pool) as store, TorchModel(model, store) as runner:
-            engine = Engine(pool, runner, {"acme": acme}, clock=WallClock(), max_rows=8, token_budget=256,
-                            max_tokens=2048, stop=runner.eos)
-            for token in engine.stream(Request(0.0, "acme", Literal(ids), max_new=64)):
-                print(tokenizer.decode(token), end="")
+    >>> import numpy as np
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from kvalloc.engine import Engine, Literal, Request, WallClock
+    >>> from kvalloc.engine.torch_model import TorchModel
+    >>> sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=100, num_hidden_layers=2, **sizes)).eval()
+    >>> pool = kvalloc.Pool(kvalloc.KVSpec.from_hf_config(model.config, dtype="float32"), "4MiB")
+    >>> tenants, prompt = {"acme": pool.tenant("acme")}, Literal(np.arange(3, 43, dtype=np.int32))
+    >>> sizes = {"max_rows": 8, "token_budget": 16, "max_tokens": 256}
+    >>> with kvalloc.TorchStore(pool) as store, TorchModel(model, store) as runner:
+    ...     engine = Engine(pool, runner, tenants, clock=WallClock(), **sizes)
+    ...     tokens = list(engine.stream(Request(0.0, "acme", prompt, max_new=5)))
+    >>> len(tokens), engine.steps  # 40 tokens of the prompt in three steps, and four more
+    (5, 7)
     """
 
     def __init__(self, model: Any, store: Store) -> None:
