@@ -97,8 +97,11 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=RUNNING)
 def torch(session: nox.Session) -> None:
-    """Stores and models over torch on the CPU, and the demo with its real model. About 5 GB to install."""
-    install(session, "demo", "test")
+    """All over torch on the CPU: stores (two processes over gloo, a pool above 2^31 elements), models, the demo.
+
+    About 5 GB to install; the demo's model is fetched.
+    """
+    install(session, "demo", "torch", "test")
     session.run("pytest", "tests/torch", "tests/test_examples.py", *session.posargs)
 
 
@@ -116,13 +119,6 @@ def kernels(session: nox.Session) -> None:
     # the CUDA C sources need no Triton: `tests` has run theirs
     rest = ("tests/kernels", "--ignore-glob=*test_cuda_*", "--ignore-glob=*test_compiled.py")
     session.run("pytest", "-n", "2", *rest, *session.posargs, env={"TRITON_INTERPRET": "1"})
-
-
-@nox.session(python="3.12", default=False)
-def torch(session: nox.Session) -> None:
-    """The stores over torch, on the CPU: every case, two processes over gloo, a pool above 2^31 elements."""
-    install(session, "demo", "torch", "test")
-    session.run("pytest", "tests/torch", *session.posargs)
 
 
 @nox.session(python=RUNNING, default=False)
