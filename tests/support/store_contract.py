@@ -221,6 +221,17 @@ class StoreContract:
             for _ in range(5):
                 model.step(token_budget=40)
 
+    def test_a_step_without_tokens(self):
+        pool = pool_of(spec_of("full", "window"))
+        with self.make(pool) as store, pool.batch(2, 64) as batch:
+            batch.add(pool.open("a", range(5)))
+            batch.step(counts=[0])
+            q, k = np.zeros((0, HEADS, DIM), np.float32), np.zeros((0, KV_HEADS, DIM), np.float32)
+            for layer in (0, 3):
+                assert self.attend(store, layer, q, k, k, batch).shape == (0, HEADS, DIM)
+            with pytest.raises(kvalloc.InvalidArgument, match="q has shape"):
+                self.attend(store, 0, np.zeros((1, HEADS, DIM), np.float32), k, k, batch)
+
     # -- prefixes and forks ----------------------------------------------------------------------------------
 
     def test_a_hit_reads_what_another_sequence_wrote(self):
