@@ -97,7 +97,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=RUNNING)
 def torch(session: nox.Session) -> None:
-    """All over torch on the CPU: stores (two processes over gloo, a pool above 2^31 elements), models, the demo.
+    """All over torch on the CPU: stores (two processes over gloo, a pool above 2^31 elements), models, demo.
 
     About 5 GB to install; the demo's model is fetched.
     """
