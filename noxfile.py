@@ -102,7 +102,9 @@ def torch(session: nox.Session) -> None:
     About 5 GB to install; the demo's model is fetched.
     """
     install(session, "demo", "torch", "test")
-    session.run("pytest", "tests/torch", "tests/test_examples.py", *session.posargs)
+    # One thread: more of them wait for one another by spinning, which takes ages where cores are shared.
+    env = {"OMP_NUM_THREADS": "1"}
+    session.run("pytest", "tests/torch", "tests/test_examples.py", *session.posargs, env=env)
 
 
 @nox.session(python=RUNNING)
