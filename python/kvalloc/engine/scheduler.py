@@ -257,11 +257,12 @@ class Engine:
         if len(self.stop):
             done |= np.isin(sampled, self.stop)
         ended = [rows.running[row] for row in done.nonzero()[0][::-1].tolist()]
-        streams = [rows.running[row] for row in got.nonzero()[0].tolist()] if rows.streams else []
+        told = got.nonzero()[0].tolist() if rows.streams else ()
+        news = [(rows.running[row].request.on_token, int(sampled[row])) for row in told]
         try:
-            for run, token in zip(streams, sampled[got].tolist(), strict=False):
-                if run.request.on_token is not None:
-                    run.request.on_token(token)
+            for on_token, token in news:
+                if on_token is not None:
+                    on_token(token)
         finally:  # whatever a listener does, who is done leaves
             for run in ended:
                 if run.request.finished < 0.0:  # else a listener has just aborted it
