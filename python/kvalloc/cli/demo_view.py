@@ -163,7 +163,7 @@ def print_demo(result: dict[str, Any], console: Console) -> None:
     runs = {"with": result["reuse"], "without": result["no_reuse"]}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("prefix reuse", no_wrap=True)
-    for name in ("time", "tokens/s", "first", "prompt computed", "pages", "held", "at once"):
+    for name in ("time", "tokens/s", "first", "prompt computed", "pages", "held", "rows"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, run in runs.items():
         computed = run["prompt_tokens"] - run["cached_tokens"]
