@@ -158,7 +158,7 @@ class KvallocCache(Cache):  # type: ignore[misc]
         super().__init__(
             layers=[KvallocLayer(self._kv, layer, self._config) for layer in range(len(store.spec.layer_map))]
         )
-        self._unhook = weakref.finalize(self, _remove, *_hook(model, self))
+        _hook(model)
 
     @classmethod
     def for_model(
@@ -366,6 +366,10 @@ class KvallocCache(Cache):  # type: ignore[misc]
         adapters = ",".join(self._model.active_adapters())
         return Identity(self._identity.tenant, self._identity.extra_key, adapters, self._identity.share)
 
+    def is_of(self, model: Any) -> bool:
+        """Whether it was made for this model object."""
+        return self._model is model
+
     def before_forward(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Take the step of a forward of the model; called by its hook.
 
@@ -505,7 +509,6 @@ class KvallocCache(Cache):  # type: ignore[misc]
 
         The pool and its tensor go when nobody has them any more: caches, batches, you.
         """
-        self._unhook()
         self._rows.close()
 
     def __enter__(self) -> Self:
@@ -535,34 +538,36 @@ def _mask(mask: Tensor) -> Any:
     return (mask != 0).cpu().numpy()
 
 
-def _hook(model: Any, cache: KvallocCache) -> tuple[Any, Any]:
-    """Have a cache told of the model's forwards, without keeping it alive."""
-    ref = weakref.ref(cache)
-    signature = inspect.signature(model.forward)
+def _hook(model: Any) -> None:
+    """Have caches told of a model's forwards.
 
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[KvallocCache | None, dict[str, Any]]:
-        if args:
-            bound = signature.bind_partial(*args, **kwargs).arguments
-            kwargs = {**{k: v for k, v in bound.items() if k != "kwargs"}, **bound.get("kwargs", {})}
-        cache = ref()
-        given = (kwargs.get("cache"), kwargs.get("past_key_values"))
-        return (cache if cache is not None and any(g is cache for g in given) else None), kwargs
-
-    def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        cache, named = of(args, kwargs)
-        return None if cache is None else ((), {**named, **cache.before_forward(named)})
-
-    def after(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        cache, _ = of(args, kwargs)
-        if cache is not None:
-            cache.after_forward(output is not None)
-
-    return (
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, with_kwargs=True, always_call=True),
-    )
+    The hooks stay. Whatever a dropped cache would remove might be removed in the middle of a forward, by the
+    garbage collector, and torch's hooks must not change then.
+    """
+    if _before not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_before, with_kwargs=True)
+        model.register_forward_hook(_after, with_kwargs=True, always_call=True)
 
 
-def _remove(*handles: Any) -> None:
-    for handle in handles:
-        handle.remove()
+def _given(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[KvallocCache | None, dict[str, Any]]:
+    """The cache of a forward, if it is one of the model's, and all arguments by name."""
+    if args:
+        bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        kwargs = {**{k: v for k, v in bound.items() if k != "kwargs"}, **bound.get("kwargs", {})}
+    for cache in (kwargs.get("cache"), kwargs.get("past_key_values")):
+        if isinstance(cache, KvallocCache) and cache.is_of(model):
+            return cache, kwargs
+    return None, kwargs
+
+
+def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    cache, named = _given(model, args, kwargs)
+    return None if cache is None else ((), {**named, **cache.before_forward(named)})
+
+
+def _after(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache, _ = _given(model, args, kwargs)
+    if cache is not None:
+        cache.after_forward(output is not None)
