@@ -27,6 +27,7 @@ mod tests;
 
 use crate::{
     error::Error,
+    ledger::ROOT,
     plan::{Draft, Ending, Kind, Move, Plan},
     pool::Pool,
     word::{
@@ -117,8 +118,41 @@ impl Pool {
         if !dry_run {
             self.resume_draining(size);
         }
-        draft.plan.shortfall = self.draft_rebalance(lane, &mut draft, size, bytes, max_moves, ttl_ms);
+        draft.plan.shortfall = match dry_run {
+            true => self.draft_rebalance(lane, &mut draft, size, bytes, max_moves, ttl_ms),
+            false => self.draft_room(lane, &mut draft, size, bytes, max_moves, ttl_ms),
+        };
         Ok(self.open_draft(lane, draft, ttl_ms, dry_run))
+    }
+
+    /// As [`Self::draft_rebalance`]; where that finds no frames to move to, cached pages go for it, the coldest first.
+    pub(crate) fn draft_room(
+        &self,
+        lane: Lane,
+        draft: &mut Draft,
+        goal: Option<SizeId>,
+        bytes: u64,
+        max_moves: usize,
+        ttl_ms: u64,
+    ) -> u64 {
+        let extent = self.layouts[Tier::Device.as_usize()].extent_bytes;
+        let asker = draft.plan.tenant;
+        let mut short = bytes;
+        for _ in 0..ROUNDS {
+            let left = max_moves.saturating_sub(draft.plan.moves.len());
+            // What this draft empties already is on its way.
+            short = self.draft_rebalance(lane, draft, goal, bytes, left, ttl_ms);
+            if short == 0 || left == 0 {
+                break;
+            }
+            let units = short.next_multiple_of(extent) / self.spec.unit();
+            let freed = self.evict_units(lane, ROOT, asker, u32::try_from(units).unwrap_or(u32::MAX));
+            draft.plan.rungs.free += self.bytes(freed);
+            if freed == 0 {
+                break;
+            }
+        }
+        short
     }
 
     /// Bytes that pages of a size (`None`: of any) can be given at once, or once extents that drain for them are empty.

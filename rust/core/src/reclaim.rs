@@ -39,7 +39,7 @@ use crate::{
     pool::{Pool, Scratch},
     preempt::{Build, Built, From, Wish},
     sync::Atom,
-    word::{Lane, SizeId, TenantId, Tier, Units, plan::State},
+    word::{Lane, TenantId, Tier, Units, plan::State},
 };
 
 /// How live sequences go on.
@@ -270,19 +270,24 @@ impl Pool {
         ttl_ms: u64,
     ) -> Result<(), Error> {
         let arena = self.arena(Tier::Device);
-        let sizes = (0..arena.sizes().len()).map(|s| SizeId(s as u8));
+        // Of the classes that pages are taken in; smaller ones are for pages that are there already.
+        let sizes = self.groups.iter().map(|g| self.classes[g.class.as_usize()].size);
         let usable = sizes.map(|size| self.usable(Some(size))).min().unwrap_or(0);
         // Where sequences leave first, what they leave counts as there.
         let missing = bytes.min(arena.free_bytes()).saturating_sub(usable + arena.unusable_bytes());
         if missing == 0 || arena.sizes().len() == 1 {
             return Ok(());
         }
-        if !build.is_dry() {
+        let dry = build.is_dry();
+        if !dry {
             self.resume_draining(None);
         }
         let short = build.with_draft(|lane, draft| {
             let wanted = self.usable(None) + missing;
-            self.draft_rebalance(lane, draft, None, wanted, max_moves, ttl_ms)
+            match dry {
+                true => self.draft_rebalance(lane, draft, None, wanted, max_moves, ttl_ms),
+                false => self.draft_room(lane, draft, None, wanted, max_moves, ttl_ms),
+            }
         });
         if short > 0 {
             let text =

@@ -295,7 +295,7 @@ fn sequences_go_on_while_their_extents_are_emptied() {
     green(&pool);
     assert!(copied > 0, "steps took along what they write to");
     let used = arena.allocated_bytes(small) / 256;
-    assert!(serving(small) <= used.div_ceil(16) + 1, "{used} pages in {} extents", serving(small));
+    assert!(serving(small) <= used.div_ceil(16) + 2, "{used} pages in {} extents", serving(small));
     assert!(serving(full) > 0);
     drop((b, seqs));
     empty(&pool);
