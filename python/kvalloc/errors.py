@@ -60,7 +60,7 @@ class OutOfPages(KvallocError, MemoryError):  # noqa: N818 - named for what it i
     why : str
         ``"limit"``: of the tenant or a level above it; ``"claim"``: what is held, reserved and promised;
         ``"frames"``: all pages are in use; ``"fragmented"``: the free bytes serve pages of another size;
-        ``"row"``: the batch's rows are shorter.
+        ``"frozen"``: the tenant takes nothing new until it is thawed; ``"row"``: the rows are shorter.
     tenant : str
         Who asked.
     level : str or None

@@ -74,7 +74,7 @@ OwnArray: TypeAlias = "NDArray[Any] | Buffer | SupportsDLPack"
 """A writable array that a batch fills."""
 
 AdmissionVerdict: TypeAlias = Literal["now", "wait", "never"]
-RefusalReason: TypeAlias = Literal["limit", "claim", "frames", "fragmented", "row", "budget"]
+RefusalReason: TypeAlias = Literal["limit", "claim", "frames", "fragmented", "frozen", "row", "budget"]
 
 PlanKind: TypeAlias = Literal[
     "reclaim", "rebalance", "top_up", "suspend", "resume", "offload", "prefetch", "compress"

@@ -22,6 +22,7 @@ from kvalloc.engine.request import Sampling
 from kvalloc.engine.tenants import TenantsError
 from kvalloc.sizes import format_bytes, parse_bytes, spell_bytes
 
+from . import plan as _plan
 from .summary import print_summary
 from .traffic import Traffic, choose
 
@@ -44,6 +45,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(_plan.app)
 
 
 def main() -> None:

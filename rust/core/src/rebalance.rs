@@ -116,7 +116,7 @@ impl Pool {
         let mut draft = Draft::new(Kind::Rebalance, TenantId(0), bytes);
         let size = goal.map(|class| self.classes[class.as_usize()].size);
         if !dry_run {
-            self.resume_draining(size);
+            self.resume_draining();
         }
         draft.plan.shortfall = match dry_run {
             true => self.draft_rebalance(lane, &mut draft, size, bytes, max_moves, ttl_ms),
@@ -162,13 +162,12 @@ impl Pool {
         match goal {
             Some(size) => {
                 let bytes = arena.sizes()[size.as_usize()];
-                let coming = extents.zip(0..).filter(|(state, _)| state.draining && state.goal == goal);
+                let coming = extents.zip(0..).filter(|(state, _)| state.draining);
                 let coming = coming.map(|(_, extent)| u64::from(arena.frames_in(ExtentId(extent), size)));
                 (arena.available(size) + coming.sum::<u64>()) * bytes
             }
             None => {
-                let whole = extents
-                    .filter(|state| state.free == state.total || state.draining && state.goal.is_none());
+                let whole = extents.filter(|state| state.free == state.total || state.draining);
                 whole.count() as u64 * self.layouts[Tier::Device.as_usize()].extent_bytes
             }
         }
@@ -223,13 +222,12 @@ impl Pool {
         missing
     }
 
-    /// What earlier plans have left in the extents that they emptied for this goal, because it could not be moved then, is
-    /// looked at again: these extents are chosen like any other, and have the least in them.
-    pub(crate) fn resume_draining(&self, goal: Option<SizeId>) {
+    /// What earlier plans have left in the extents that they emptied, because it could not be moved then, is looked at again:
+    /// these extents are chosen like any other, and have the least in them.
+    pub(crate) fn resume_draining(&self) {
         let tier = Tier::Device;
         let arena = self.arena(tier);
-        let mut extents = self.plans.lingering(tier);
-        extents.retain(|&extent| arena.glance(extent).goal == goal);
+        let extents = self.plans.lingering(tier);
         self.plans.forget_lingering(tier, &extents);
         for extent in extents {
             let _ = arena.undrain(extent);

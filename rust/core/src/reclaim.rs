@@ -270,29 +270,28 @@ impl Pool {
         ttl_ms: u64,
     ) -> Result<(), Error> {
         let arena = self.arena(Tier::Device);
-        // Of the classes that pages are taken in; smaller ones are for pages that are there already.
-        let sizes = self.groups.iter().map(|g| self.classes[g.class.as_usize()].size);
-        let usable = sizes.map(|size| self.usable(Some(size))).min().unwrap_or(0);
         // Where sequences leave first, what they leave counts as there.
-        let missing = bytes.min(arena.free_bytes()).saturating_sub(usable + arena.unusable_bytes());
-        if missing == 0 || arena.sizes().len() == 1 {
-            return Ok(());
-        }
+        let wanted = bytes.min(arena.free_bytes().saturating_sub(arena.unusable_bytes()));
+        // Of the classes that pages are taken in; smaller ones are for pages that are there already.
+        let mut sizes: Vec<_> = self.groups.iter().map(|g| self.classes[g.class.as_usize()].size).collect();
+        sizes.sort_unstable();
+        sizes.dedup();
         let dry = build.is_dry();
-        if !dry {
-            self.resume_draining(None);
-        }
-        let short = build.with_draft(|lane, draft| {
-            let wanted = self.usable(None) + missing;
-            match dry {
-                true => self.draft_rebalance(lane, draft, None, wanted, max_moves, ttl_ms),
-                false => self.draft_room(lane, draft, None, wanted, max_moves, ttl_ms),
+        for size in sizes {
+            if arena.sizes().len() == 1 || self.usable(Some(size)) >= wanted {
+                continue;
             }
-        });
-        if short > 0 {
-            let text =
-                "the free bytes lie in extents of other page sizes, and what lives there can't all be moved";
-            return Err(self.short(tenant, bytes, short, text));
+            if !dry {
+                self.resume_draining();
+            }
+            let short = build.with_draft(|lane, draft| match dry {
+                true => self.draft_rebalance(lane, draft, Some(size), wanted, max_moves, ttl_ms),
+                false => self.draft_room(lane, draft, Some(size), wanted, max_moves, ttl_ms),
+            });
+            if short > 0 {
+                let text = "the free bytes lie in extents of other page sizes, and what lives there can't all be moved";
+                return Err(self.short(tenant, bytes, short, text));
+            }
         }
         Ok(())
     }

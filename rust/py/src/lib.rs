@@ -20,6 +20,7 @@ mod pin;
 mod plan;
 mod pool;
 mod preempt;
+mod reclaim;
 mod sequence;
 mod spec;
 mod stats;

@@ -237,6 +237,12 @@ impl Plan {
         self.core.shortfall
     }
 
+    /// int : Bytes of extents that it empties, for pages of another size.
+    #[getter]
+    fn emptied(&self) -> u64 {
+        self.core.emptied
+    }
+
     /// tuple of (int, int) : Bytes that are copied within the device, and between the tiers.
     #[getter]
     fn copied(&self) -> (u64, u64) {

@@ -34,20 +34,20 @@ fn wish(mode: &Bound<'_, PyAny>) -> PyResult<Wish> {
     }
 }
 
-fn mode_or(mode: Option<&Bound<'_, PyAny>>) -> PyResult<Wish> {
+pub(crate) fn mode_or(mode: Option<&Bound<'_, PyAny>>) -> PyResult<Wish> {
     mode.map_or(Ok(Wish::Auto), wish)
 }
 
-fn ttl_or(ttl: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
+pub(crate) fn ttl_or(ttl: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
     ttl.map_or(Ok(TTL_MS), |ttl| args::milliseconds(ttl, "ttl"))
 }
 
-fn dry_or(dry_run: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
+pub(crate) fn dry_or(dry_run: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
     dry_run.map_or(Ok(false), |dry| args::flag(dry, "dry_run"))
 }
 
 /// One batch, several, or none.
-fn batches(value: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<Arc<Inner>>> {
+pub(crate) fn batches(value: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<Arc<Inner>>> {
     let Some(value) = value.filter(|value| !value.is_none()) else { return Ok(Vec::new()) };
     let one = |value: &Bound<'_, PyAny>| {
         value.cast::<Batch>().map(|batch| Arc::clone(batch.get().inner())).map_err(|_| {
@@ -63,7 +63,7 @@ fn batches(value: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<Arc<Inner>>> {
     }
 }
 
-fn sessions(value: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<Arc<CoreSequence>>> {
+pub(crate) fn sessions(value: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<Arc<CoreSequence>>> {
     let Some(value) = value.filter(|value| !value.is_none()) else { return Ok(Vec::new()) };
     let wrong = |value: &Bound<'_, PyAny>| {
         InvalidArgument::new_err(format!("sessions is a list of Sequence, not {}", args::shown(value)))

@@ -1,0 +1,132 @@
+"""``kvalloc plan``: what taking memory back would do, as a table for a person.
+
+Nothing is carried out: the plan is a dry run on the books of a pool in the middle of the built-in workload.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import kvalloc
+from kvalloc.engine.replay import Replay
+from kvalloc.engine.tenants import assign
+from kvalloc.engine.workload import builtin_tenants, builtin_workload
+from kvalloc.sizes import format_bytes
+
+__all__ = ["app", "print_plan"]
+
+MODEL = "Qwen2.5-7B"
+SHOWN = 8  # moves and victims listed one by one
+
+app = typer.Typer(
+    name="plan", help="Show what taking memory back would do, before anything happens.", no_args_is_help=True
+)
+
+Who = Annotated[str, typer.Argument(metavar="TENANT", help='A tenant; for reclaim also "pool": all of them.')]
+HowMuch = Annotated[str, typer.Argument(metavar="SIZE", help="Bytes, such as 2GiB.")]
+Device = Annotated[str, typer.Option("--device", "-d", metavar="SIZE", help="Device bytes.")]
+At = Annotated[
+    float, typer.Option("--at", metavar="S", min=0.0, help="After so many seconds of the built-in workload.")
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Decides everything that is drawn.")]
+Live = Annotated[
+    str | None,
+    typer.Option(
+        "--live", metavar="HOW", help="How live sequences go on: freeze, preempt.", show_default="not touched"
+    ),
+]
+
+
+def _pool_at(device: str, seconds: float, seed: int) -> Replay:
+    """Run the built-in workload for a while; its sequences are open then."""
+    spec = kvalloc.KVSpec.from_hf_config(kvalloc.models.get(MODEL), page_tokens=16, dtype="bfloat16")
+    run = Replay(spec, device, builtin_tenants(), host_bytes="16GiB", seed=seed)
+    for now in run.engine.run(assign(builtin_workload(seconds + 60.0, seed=seed), run.plans, seed)):
+        if now >= seconds:
+            break
+    return run
+
+
+@app.command()
+def reclaim(
+    tenant: Who, size: HowMuch, device: Device = "8GiB", at: At = 30.0, seed: Seed = 0, live: Live = None
+) -> None:
+    """What comes back if so many bytes of a tenant are reclaimed."""
+    run = _pool_at(device, at, seed)
+    who = None if tenant == "pool" else tenant
+    rows = {"batch": run.engine.batch} if live == "preempt" else {}
+    plan = run.pool.reclaim(who, size, live=live, dry_run=True, **rows)  # type: ignore[arg-type]
+    print_plan(plan, run.pool, Console())
+
+
+@app.command("top-up")
+def top_up(
+    tenant: Who, size: HowMuch, device: Device = "8GiB", at: At = 30.0, seed: Seed = 0, live: Live = None
+) -> None:
+    """What it takes to give a tenant so many bytes of reserve more."""
+    run = _pool_at(device, at, seed)
+    rows = {"batch": run.engine.batch} if live == "preempt" else {}
+    plan = run.pool.top_up(tenant, size, live=live, dry_run=True, **rows)  # type: ignore[arg-type]
+    print_plan(plan, run.pool, Console())
+
+
+def print_plan(plan: kvalloc.Plan, pool: kvalloc.Pool, console: Console) -> None:
+    """Print a plan: what comes back, what stays, what is moved, and who has to wait.
+
+    Parameters
+    ----------
+    plan : Plan
+        A dry one, or one that is open or has ended.
+    pool : Pool
+        Where its tenants are, for what they have now.
+    console : rich.console.Console
+        Where to.
+    """
+    whose = f" of {plan.tenant}" if plan.tenant else ""
+    console.print(f"{plan.kind}{whose}: {format_bytes(plan.asked)} asked for ({plan.state})", highlight=False)
+    rows = [(f"comes back: {name}", count) for name, count in plan.rungs.items() if count]
+    rows += [
+        ("emptied for other page sizes", plan.emptied),
+        ("stays: others hold it too", plan.shared),
+        ("stays: pinned", plan.pinned),
+        ("missing", plan.shortfall),
+        ("copied within the device", plan.copied[0]),
+        ("copied between the tiers", plan.copied[1]),
+    ]
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, count in rows:
+        if count or name == "missing":
+            table.add_row(name, format_bytes(count))
+    if len(plan.moves):
+        table.add_row("pages moved", f"{len(plan.moves):,}")
+    if plan.copy_seconds is not None and sum(plan.copied):
+        table.add_row("copying takes about", f"{plan.copy_seconds * 1e3:.1f} ms")
+    console.print(table)
+    victims = plan.victims
+    if victims:
+        table = Table(box=None, pad_edge=False)
+        for name in ("sequence", "tenant", "becomes"):
+            table.add_column(name)
+        for name in ("bytes back", "tokens again"):
+            table.add_column(name, justify="right")
+        for victim in victims[:SHOWN]:
+            back = format_bytes(victim.bytes)
+            table.add_row(str(victim.number), victim.tenant, victim.fate, back, f"{victim.tokens:,}")
+        console.print(table)
+        if len(victims) > SHOWN:
+            console.print(f"and {len(victims) - SHOWN} more sequences", highlight=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("tenant")
+    for name in ("held", "cached", "pinned", "reserve"):
+        table.add_column(name, justify="right")
+    for tenant in pool.tenants():
+        figures = (tenant.held, tenant.cached, tenant.pinned, tenant.reserve)
+        table.add_row(tenant.name, *map(format_bytes, figures))
+    console.print("\nat this moment", highlight=False)
+    console.print(table)
