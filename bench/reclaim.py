@@ -1,7 +1,7 @@
 """One GiB of cold pages, reclaimed and granted to another tenant: ``python bench/reclaim.py [--json FILE]``.
 
 57,344 bytes a token, pages of 16 tokens: 1,170 pages are a GiB. A tenant's cached prompts fill the pool; then
-one call, ``pool.top_up(other, "1GiB")``, evicts them and gives the other tenant its reserve. No bytes are copied.
+one call, ``pool.top_up(other, "1GiB")``, evicts them and gives the other tenant its reserve. No copies.
 Beside it the same in two calls: `Pool.reclaim` with its commit, and ``tenant.set(reserve=...)``.
 """
 

@@ -304,8 +304,10 @@ impl Pool {
         Ok(Plan::new(&self.owner, plan.map_err(|e| self.owner.error(py, &e))?, &[]))
     }
 
-    /// A small step in the background, for an idle loop or a thread of its own: ends pins and plans whose time is over, takes
-    /// back frames that pages have left, and evicts cached pages where more than a high mark is charged (`set_watermarks`).
+    /// Do a small step in the background, for an idle loop or a thread of its own.
+    ///
+    /// It ends pins and plans whose time is over, takes back frames that pages have left, and evicts cached pages where more
+    /// than a high mark is charged (`set_watermarks`).
     ///
     /// Parameters
     /// ----------
@@ -324,8 +326,9 @@ impl Pool {
         Ok(py.detach(|| core.reclaim_some(pages as usize)))
     }
 
-    /// Keep what is charged in the whole pool below a high mark, by `reclaim_some`: above it cached pages go, until it is the
-    /// low one.
+    /// Keep what is charged in the whole pool below a high mark, by `reclaim_some`.
+    ///
+    /// Above the high mark cached pages go, until no more than the low one is charged.
     ///
     /// Parameters
     /// ----------
@@ -396,8 +399,9 @@ impl Tenant {
         Ok(self.live()?.is_frozen(self.id))
     }
 
-    /// Keep what is charged to its subtree below a high mark, by `Pool.reclaim_some`: above it cached pages go, until it is the
-    /// low one.
+    /// Keep what is charged to its subtree below a high mark, by `Pool.reclaim_some`.
+    ///
+    /// Above the high mark cached pages go, until no more than the low one is charged.
     ///
     /// Parameters
     /// ----------
