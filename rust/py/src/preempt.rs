@@ -150,13 +150,14 @@ impl Pool {
     /// >>> row, out = batch.add(seq), batch.step()
     /// >>> batch.commit([7])
     /// >>> plan = pool.suspend(seq, batch=batch)
-    /// >>> seq.state, plan.victims[0].fate, plan.moves[0].tolist()
-    /// ('leaving', 'swapped', [0, 0, 1, 1, 0, 1])
+    /// >>> seq.state, plan.victims[0].fate, plan.moves[0, :5].tolist()
+    /// ('leaving', 'swapped', [0, 0, 1, 1, 0])
     /// >>> plan.commit()  # after store.execute(plan)
     /// Progress(moved=4, dropped=0, left=0)
     /// >>> seq.state, acme.held, acme.host_held == plan.bytes
     /// ('suspended', 0, True)
-    /// >>> with pool.resume(seq) as plan: ...
+    /// >>> with pool.resume(seq) as plan:
+    /// ...     pass
     /// >>> seq.state, batch.add(seq), batch.step().num_tokens
     /// ('running', 0, 1)
     #[pyo3(signature = (sequence, *, mode = None, batch = None, ttl = None, dry_run = None))]
