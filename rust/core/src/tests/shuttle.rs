@@ -8,14 +8,16 @@ use std::sync::Arc;
 
 use shuttle::thread;
 
-use super::build::{PAGE, batch, empty, plain_tenant, pool, spec, tenant};
+use super::build::{PAGE, batch, empty, host_pool, plain_tenant, pool, spec, tenant};
 use crate::{
     batch::Batch,
     error::Error,
     face::Pages,
     hash::CallerKey,
     ledger::{Policy, ROOT},
+    plan::Plan,
     pool::Pool,
+    preempt::{From, Wish},
     sequence::{Open, Sequence},
     spec::GroupKind::{Full, State, Window},
     word::{GroupId, PageRef, TenantId, Tier, Units},
@@ -414,6 +416,105 @@ fn a_policy_changes_beside_charges() {
         let limit = Policy { limit: [Some(Units(1)), None], ..Policy::default() };
         pool.ledger().set_policy(a, &limit).expect("a limit may lie below use");
         done(other);
+        empty(&pool);
+    });
+}
+
+fn host_pool_of(pages: u64) -> (Arc<Pool>, TenantId, Batch) {
+    let pool = host_pool(spec(&[(Full, 1)]), pages, pages);
+    let t = plain_tenant(&pool, "t");
+    let batch = batch(&pool, 1, 16);
+    (pool, t, batch)
+}
+
+/// Computed up to its last token, in no batch.
+fn computed(pool: &Arc<Pool>, batch: &Batch, t: TenantId, tokens: std::ops::Range<u32>) -> Arc<Sequence> {
+    let sequence = open(pool, t, tokens);
+    batch.add(&sequence).expect("a row");
+    run(batch, 1);
+    batch.remove(&sequence).expect("it has a row");
+    sequence
+}
+
+/// A plan ends while its sequence is closed: whoever comes first, every page ends once, in the tier it lies in.
+#[test]
+fn a_close_beside_the_end_of_a_plan() {
+    for (back, commit) in [(false, true), (false, false), (true, true), (true, false)] {
+        let end = move |pool: &Pool, plan: &Plan| match commit {
+            true => drop(pool.commit_plan(plan).expect("open")),
+            false => pool.abort_plan(plan).expect("open"),
+        };
+        check(move || {
+            let (pool, t, mine) = host_pool_of(6);
+            let sequence = computed(&pool, &mine, t, 0..9);
+            let mut built = pool.suspend(&sequence, Wish::Swap, None, 1000, false).expect("it runs");
+            if back {
+                pool.commit_plan(&built.0).expect("open");
+                built = pool.resume(&sequence, 1000, false).expect("there is room");
+            }
+            let closing = thread::spawn(move || match sequence.close() {
+                Ok(()) => {}
+                // It is dropped then, with the plan's own handle at the latest.
+                Err(Error::Busy(_)) => {}
+                Err(e) => panic!("{e}"),
+            });
+            end(&pool, &built.0);
+            drop(built);
+            done(closing);
+            drop(mine);
+            empty(&pool);
+        });
+    }
+}
+
+/// Another sequence hits what one that is being swapped held alone, or does not; never both, and never what is away.
+#[test]
+fn a_hit_beside_a_swap() {
+    check(|| {
+        let (pool, t, mine) = host_pool_of(8);
+        let sequence = computed(&pool, &mine, t, 0..9);
+        let reader = spawn(&pool, move |pool| {
+            let other = open(pool, t, 0..9);
+            assert_true(&other, &(0..9).collect::<Vec<_>>());
+            let (_, pages) = other.pages(G).expect("free");
+            assert!(pages.iter().all(|(page, _)| pool.tier_of(page.id) == Tier::Device));
+            other.close().expect("nobody else uses it");
+        });
+        let out = pool.suspend(&sequence, Wish::Swap, None, 1000, false).expect("it runs");
+        pool.commit_plan(&out.0).expect("open");
+        let back = pool.resume(&sequence, 1000, false).expect("there is room");
+        pool.commit_plan(&back.0).expect("open");
+        done(reader);
+        assert_true(&sequence, &(0..9).collect::<Vec<_>>());
+        sequence.close().expect("nobody else uses it");
+        drop(mine);
+        empty(&pool);
+    });
+}
+
+/// Two threads want the same sequence away, and a third one ends what is over: one plan, and it ends once.
+#[test]
+fn two_who_suspend_and_an_expiry() {
+    check(|| {
+        let (pool, t, mine) = host_pool_of(6);
+        let sequence = computed(&pool, &mine, t, 0..5);
+        let theirs = Arc::clone(&sequence);
+        let other = spawn(&pool, move |pool| {
+            let from = From { batches: &[], sessions: &[theirs], spared: None };
+            pool.preempt(t, 1, from, Wish::Recompute, 5, false).expect("sound").0
+        });
+        let expiring = spawn(&pool, |pool| drop(pool.advance(10)));
+        let mine_built = pool.suspend(&sequence, Wish::Swap, None, 5, false);
+        let their_plan = done(other);
+        done(expiring);
+        let plans = [mine_built.ok().map(|built| built.0), Some(their_plan)];
+        for plan in plans.into_iter().flatten() {
+            // In time or late.
+            let _ = pool.commit_plan(&plan);
+        }
+        pool.advance(10).expect("a manual clock");
+        sequence.close().expect("nobody else uses it");
+        drop(mine);
         empty(&pool);
     });
 }
