@@ -105,7 +105,7 @@ def print_plan(plan: kvalloc.Plan, pool: kvalloc.Pool, console: Console) -> None
             table.add_row(name, format_bytes(count))
     if len(plan.moves):
         table.add_row("pages moved", f"{len(plan.moves):,}")
-    if plan.copy_seconds is not None and sum(plan.copied):
+    if plan.copy_seconds is not None and any(plan.copied):
         table.add_row("copying takes about", f"{plan.copy_seconds * 1e3:.1f} ms")
     console.print(table)
     victims = plan.victims

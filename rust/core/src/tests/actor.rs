@@ -276,8 +276,12 @@ impl World {
             .iter()
             .map(|&Copy { group, from, to }| {
                 self.device.copy(Tier::Device, group, from, to);
-                *frames.get(&(group, from)).expect("a copy of a page that one of the rows had")
+                let page = *frames.get(&(group, from)).expect("a copy of a page that one of the rows had");
+                (page, to)
             })
+            // A page that its batch took along has moved; of the others the step holds the source.
+            .filter(|&(page, to)| self.pool.pages.location(page.id).frame() != to)
+            .map(|(page, _)| page)
             .collect()
     }
 

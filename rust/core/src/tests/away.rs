@@ -8,10 +8,11 @@ use super::{device, world::World};
 use crate::{
     batch::Batch,
     error::Error,
-    plan::{Fate, Plan},
+    plan::{Fate, Fault, Plan},
     preempt::{Built, From, Wish},
+    reclaim::Live,
     sequence::{Mode, State},
-    word::{FrameId, PageId, PageRef, TenantId, Tier, page::Location, plan::State as Ended},
+    word::{ClassId, FrameId, PageId, PageRef, TenantId, Tier, page::Location, plan::State as Ended},
 };
 
 /// An open plan.
@@ -160,6 +161,55 @@ impl World {
             assert_eq!(victim.row.map(|taken| taken.row as usize), row);
         }
         self.carry(built, HashMap::new(), HashMap::new());
+    }
+
+    /// Extents for one class, or for any.
+    pub(super) fn rebalance(&mut self, goal: usize, bytes: u64, max_moves: usize, dry: bool) {
+        let goal = (goal % 3 > 0).then(|| ClassId((goal % self.spec.groups().len()) as u8));
+        let plan = self.pool.rebalance(goal, bytes, max_moves, TTL, dry).expect("a class");
+        assert!(plan.moves.len() <= max_moves && plan.victims.is_empty());
+        self.hand_over(plan);
+    }
+
+    /// A tenant, or (`freeze`) one whose sequences may go on only as far as they were admitted; thawed at once.
+    pub(super) fn reclaim(&mut self, tenant: usize, bytes: u64, freeze: bool, dry: bool) {
+        let tenant = self.tenants[tenant % self.tenants.len()];
+        let live = if freeze { Live::Freeze } else { Live::Stay };
+        let (plan, _) = self.pool.reclaim(tenant, bytes, live, TTL, dry).expect("a tenant");
+        assert_eq!(plan.asked, plan.rungs.free.min(bytes) + plan.shortfall);
+        assert_eq!(self.pool.is_frozen(tenant), freeze && !dry);
+        self.pool.set_frozen(tenant, false).expect("it lives");
+        self.hand_over(plan);
+    }
+
+    /// The reserve grows by what was asked for, or nothing has changed.
+    pub(super) fn top_up(&mut self, tenant: usize, bytes: u64, max_moves: usize, dry: bool) {
+        let tenant = self.tenants[tenant % self.tenants.len()];
+        let reserve = || self.pool.ledger().usage(Tier::Device, tenant).reserve.0;
+        let before = reserve();
+        match self.pool.top_up(tenant, bytes, Live::Stay, max_moves, TTL, dry) {
+            Ok((plan, _)) => {
+                let by = bytes.div_ceil(self.spec.unit()) as u32;
+                assert_eq!(reserve(), before + if dry { 0 } else { by });
+                self.policy_changed = true;
+                self.hand_over(plan);
+            }
+            Err(Error::Plan(Fault::Short { short, .. })) => {
+                assert!(short > 0 && short <= bytes.next_multiple_of(self.spec.unit()));
+                assert_eq!(reserve(), before);
+            }
+            Err(Error::Tenant(_)) => assert_eq!(reserve(), before),
+            Err(e) => panic!("{e}"),
+        }
+    }
+
+    /// A plan without sequences: it stays open, unless it is over already.
+    fn hand_over(&mut self, plan: Plan) {
+        if plan.is_dry() {
+            assert!(self.pool.commit_plan(&plan).is_err());
+        } else if self.pool.plan_state(&plan) == Ok(Ended::Open) {
+            self.carry((plan, Vec::new()), HashMap::new(), HashMap::new());
+        }
     }
 
     pub(super) fn commit_plan(&mut self, n: usize, some: usize) {
