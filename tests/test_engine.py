@@ -255,7 +255,7 @@ def test_j52_a_request_that_is_tried_a_hundred_times_counts_its_hits_once():
     waits = Request(0.0, "a", Text((*prefix, (3, 80))), 50)
     engine.submit(waits)
     for _ in range(100):
-        engine._wake()  # every step tries again
+        engine.wake()  # every step tries again
         engine.step()
         if waits.admitted >= 0:
             break

@@ -143,7 +143,7 @@ class Pool:
     def prefetch(self, sequence: Sequence, *, ttl: SupportsFloat = 30.0, dry_run: bool = False) -> Plan: ...
     def preempt(
         self,
-        tenant: Scope,
+        tenant: Scope | None,
         bytes: Size,
         *,
         batch: Batch | Iterable[Batch] | None = None,
@@ -516,6 +516,8 @@ class Refusal:
     def needed_bytes(self) -> int: ...
     @property
     def room(self) -> int: ...
+    @property
+    def level(self) -> str | None: ...
 
 @final
 class Pages:

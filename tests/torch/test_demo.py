@@ -101,6 +101,10 @@ def test_the_command_writes_json_and_says_that_all_is_well(tiny, run):
     with_reuse, without = result["reuse"], result["no_reuse"]
     assert with_reuse["audit"]
     assert without["audit"]
+    pressure = result["pressure"]
+    assert pressure["audit"]
+    assert pressure["same"]
+    assert pressure["happened"] == bool(pressure["events"]) == (pressure["give_back_steps"] is not None)
     assert (
         with_reuse["prompt_tokens"]
         == without["prompt_tokens"]

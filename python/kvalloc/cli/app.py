@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from dataclasses import fields
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -29,6 +30,8 @@ from .traffic import Traffic, choose
 if TYPE_CHECKING:
     from types import FrameType
 
+    from kvalloc.engine.pressure import Mode
+
 __all__ = ["app", "main"]
 
 DEFAULT_MODEL = "Qwen2.5-7B"
@@ -36,6 +39,22 @@ INTERRUPTED = 130
 SHORT = 10.0  # seconds of real time: too short to see much in the live view
 EVERY = 0.1  # seconds between two pictures of it
 LEAST = 1 << 20  # a number without a unit below this is more likely meant as GiB
+
+
+class Policy(StrEnum):
+    """What becomes of rows that find no room."""
+
+    reserve = "reserve"
+    auto = "auto"
+    swap = "swap"
+    recompute = "recompute"
+
+    @property
+    def mode(self) -> Mode | None:
+        """As `Replay` takes it."""
+        modes: dict[Policy, Mode] = {Policy.auto: "auto", Policy.swap: "swap", Policy.recompute: "recompute"}
+        return modes.get(self)
+
 
 app = typer.Typer(
     name="kvalloc",
@@ -114,6 +133,23 @@ def replay(
         ),
     ] = None,
     host: Annotated[str, typer.Option("--host", metavar="SIZE", help="Bytes of the host tier.")] = "0",
+    policy: Annotated[
+        Policy,
+        typer.Option(
+            "--policy",
+            help="reserve: a request gets its whole need before it starts. The others start it when its "
+            "prompt fits and stop rows later, by swap, by recompute, or (auto) as each is cheaper.",
+        ),
+    ] = Policy.reserve,
+    reclaims: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reclaim",
+            metavar="TENANT=SIZE@SECONDS",
+            help="Take bytes back from a tenant at a time, rows and all; may be given several times. Needs a "
+            "--policy other than reserve.",
+        ),
+    ] = None,
     page_tokens: PageTokens = 16,
     dtype: Dtype = "bfloat16",
     tenants: Annotated[
@@ -138,7 +174,7 @@ def replay(
             "--step-time",
             metavar="NAME=NUMBER,...",
             help="Seconds a step (base), a prompt token (prefill), a decoding row (row); "
-            "bytes read a second (bandwidth).",
+            "bytes read a second (bandwidth); bytes swapped a second (host).",
             show_default=", ".join(f"{item.name}={item.default:g}" for item in fields(StepTime)),
         ),
     ] = "",
@@ -232,6 +268,8 @@ def replay(
             token_budget=budget,
             max_tokens=max_tokens,
             seed=seed,
+            preempt=policy.mode,
+            reclaims=[reclaim_of(text, {plan.name for plan in traffic.plans}) for text in reclaims or ()],
         )
     except TenantsError as error:
         fail(f"{tenants_file}: {error}" if tenants_file else str(error))
@@ -244,7 +282,9 @@ def replay(
         "device_bytes": device_bytes,
         "host_bytes": host_bytes,
         "page_tokens": page_tokens,
-        "step_time": {name: getattr(run.step_time, name) for name in ("base", "prefill", "row", "bandwidth")},
+        "policy": policy.value,
+        "reclaims": reclaims or [],
+        "step_time": {item.name: getattr(run.step_time, item.name) for item in fields(StepTime)},
         "seed": seed,
         "speed": speed,
         "limit_requests": limit_requests,
@@ -362,7 +402,8 @@ def demo(
     print_demo(result, console)
     if json_file is not None:
         write_json(result, json_file)
-    if result["check"]["ok"] is False or not (result["reuse"]["audit"] and result["no_reuse"]["audit"]):
+    balanced = all(result[run]["audit"] for run in ("reuse", "no_reuse", "pressure"))
+    if result["check"]["ok"] is False or not result["pressure"]["same"] or not balanced:
         raise typer.Exit(1)
 
 
@@ -459,6 +500,21 @@ def print_wrapped(items: list[str], console: Console) -> None:
             line = ""
         line = f"{line} {text}" if line else text
     console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def reclaim_of(text: str, tenants: set[str]) -> tuple[str, int, float]:
+    """Read ``TENANT=SIZE@SECONDS``."""
+    tenant, _, rest = text.partition("=")
+    size, _, at = rest.partition("@")
+    if tenant not in tenants:
+        fail(f"--reclaim {text}: no tenant {tenant!r}; there are {', '.join(sorted(tenants))}")
+    try:
+        seconds = float(at)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < float("inf"):
+        fail(f"--reclaim {text}: write TENANT=SIZE@SECONDS, for example {tenant}=2GiB@120")
+    return tenant, size_of("--reclaim", size), seconds
 
 
 def size_of(option: str, size: str) -> int:

@@ -5,6 +5,9 @@ them share under the node "school"; then come a teacher's own notes, which no ot
 pupil's question. The same questions are served with and without prefix reuse, on pools of the same size;
 then each answer is compared with what transformers' own ``generate`` says.
 
+A third run has less memory, and takes some of it back: in the middle of an answer of one tenant its bytes
+are reclaimed and handed to another, who uses them at once; the answer goes on later, from where it was.
+
 What `Demo.run` returns is a dict of plain values, what ``kvalloc demo --json`` writes:
 
 ``schema``
@@ -18,6 +21,11 @@ What `Demo.run` returns is a dict of plain values, what ``kvalloc demo --json`` 
     The two runs: ``seconds``, ``steps``, ``prompt_tokens``, ``cached_tokens`` (of those, found and not
     computed), ``generated_tokens``, ``tokens_per_second`` (generated), ``first_token_s`` (mean), ``pages``
     (allocated), ``peak_held`` (bytes), ``most_rows`` (that ran at once), ``audit`` (did the books balance).
+``pressure``
+    The third run: ``happened`` (false: no answer was there to be stopped), ``seconds``, ``steps``, ``events``
+    (``step``, ``text``), ``victims`` (what became of them, to count), ``swapped_bytes``, ``give_back_steps``
+    (from asking for the bytes to their use by the other tenant), ``same`` (are all answers those of the first
+    run), ``audit``.
 ``saved``
     ``pages`` and ``bytes`` that sharing saved, and ``speedup`` in tokens per second.
 ``tenants``
@@ -139,10 +147,11 @@ class Show(Protocol):
 class Stage:
     """A pool with its tenants, its store, and an engine that runs the model, while questions are served."""
 
-    def __init__(self, demo: Demo, reuse: bool) -> None:
+    def __init__(self, demo: Demo, reuse: bool = True, *, squeezed: bool = False) -> None:
         from kvalloc.engine.torch_model import TorchModel
 
-        self.pool = kvalloc.Pool(demo.spec, demo.device_bytes)
+        size = demo.least_bytes if squeezed else demo.device_bytes
+        self.pool = kvalloc.Pool(demo.spec, size, host_bytes=size if squeezed else None)
         self.store = kvalloc.TorchStore(self.pool, device=demo.device)
         try:
             self.runner = TorchModel(demo.model, self.store)
@@ -158,6 +167,7 @@ class Stage:
                 max_tokens=demo.longest,
                 stop=self.runner.eos,
                 reuse=reuse,
+                preempt="auto" if squeezed else None,
                 listener=self.meter.note,
             )
         except BaseException:
@@ -230,6 +240,83 @@ class Stage:
         ]
 
 
+class Squeeze:
+    """Takes bytes from a tenant in the middle of its answer, tops up another, and later gives them back.
+
+    Parameters
+    ----------
+    stage : Stage
+        Being served.
+    answers : sequence of Answer
+        Its questions.
+    size : int
+        Bytes to move from one tenant to the other.
+    show : Show
+        Told what happens.
+    """
+
+    def __init__(self, stage: Stage, answers: Sequence[Answer], size: int, show: Show) -> None:
+        self.stage, self.answers, self.size, self.show = stage, answers, size, show
+        self.events: list[dict[str, Any]] = []
+        self.asked = self.given = -1  # steps: bytes asked for, used by the one who got them
+        _, self._gets, self._gives = (stage.tenants[name] for name in TENANTS)
+        self._before: dict[str, Any] = {"reserve": self._gets.reserve, "limit": self._gets.limit}
+        self._waiting: Answer | None = None
+
+    def look(self) -> None:
+        """Do what is due after a step."""
+        engine = self.stage.engine
+        pressure = engine.pressure
+        assert pressure is not None
+        if self.asked < 0:
+            busy = [a for a in self._of(self._gives.name) if a.state == "runs" and len(a.tokens) >= 4]
+            self._waiting = next((a for a in self._of(self._gets.name) if a.state == "waits"), None)
+            if len(busy) > 1 and self._waiting is not None:
+                self._squeeze(busy)
+        elif self.given < 0 and self._waiting is not None and self._waiting.state != "waits":
+            self.given = engine.steps
+            self._tell(f"{self._gets.name} uses them: its next answer begins")
+        if self.given >= 0 and self._before and not self._open(self._gets.name):
+            self._gets.set(**self._before)
+            self._before = {}
+            self._tell(f"{self._gets.name} is done and gives them back")
+
+    def _squeeze(self, busy: list[Answer]) -> None:
+        stage, pressure = self.stage, self.stage.engine.pressure
+        assert pressure is not None
+        self.asked = stage.engine.steps
+        plan = stage.pool.reclaim(
+            self._gives, self.size, live="preempt", batch=stage.engine.batch, mode="swap"
+        )
+        pressure.carry_out(plan)
+        stopped = [run.request for run in pressure.stopped]
+        told = [f"an answer stops after {len(a.tokens)} tokens" for a in busy if a.request in stopped]
+        back, swapped, shared = map(kvalloc.format_bytes, (plan.bytes, plan.copied[1], plan.shared))
+        self._tell(
+            f"{back} are taken back from {self._gives.name}: {', '.join(told) or 'nobody stops'}, {swapped} "
+            f"go to the host, {shared} that others share stay"
+        )
+        self._gets.set(limit=self._gets.reserve + self.size)
+        size = self.size
+        try:
+            stage.pool.top_up(self._gets, size)
+        except kvalloc.PlanError as short:  # it says how much less there is
+            size -= short.shortfall
+            stage.pool.top_up(self._gets, size)
+        stage.engine.wake()
+        self._tell(f"{kvalloc.format_bytes(size)} more are {self._gets.name}'s at once")
+
+    def _of(self, tenant: str) -> list[Answer]:
+        return [answer for answer in self.answers if answer.tenant == tenant]
+
+    def _open(self, tenant: str) -> bool:
+        return any(answer.state in ("waits", "runs") for answer in self._of(tenant))
+
+    def _tell(self, text: str) -> None:
+        self.events.append({"step": self.stage.engine.steps, "text": text})
+        self.show.say(f"step {self.stage.engine.steps}: {text}")
+
+
 class Demo:
     """Questions, a model, and the quotas that fit them.
 
@@ -281,9 +368,9 @@ class Demo:
                 f"prompt and answer take {self.longest} tokens, {name} was made for {most}: "
                 "ask for less with --max-new"
             )
-        self.plans, self.device_bytes = self._quotas()
+        self.plans, self.own_bytes, self.device_bytes, self.least_bytes = self._quotas()
 
-    def _quotas(self) -> tuple[list[TenantPlan], int]:
+    def _quotas(self) -> tuple[list[TenantPlan], int, int, int]:
         """Work out reserves and limits from what one question of the longest kind needs."""
         rules = self.spec.bytes_for(self.shared // self.spec.page_tokens * self.spec.page_tokens)
         need = self.spec.peak_bytes(self.longest, BUDGET)
@@ -295,7 +382,8 @@ class Demo:
             TenantPlan(science, ORG, reserve=own, limit=own, share=ORG),  # one question at a time
             TenantPlan(maths, ORG, share=ORG),
         ]
-        return plans, rules + 5 * own + 2 * self.spec.granule
+        edges = rules + 2 * self.spec.granule
+        return plans, own, edges + 5 * own, edges + 7 * own // 2
 
     def run(self, show: Show, *, check: bool = True) -> dict[str, Any]:
         """Serve the questions with and without reuse, check the answers, and return all that was measured."""
@@ -310,6 +398,7 @@ class Demo:
             for _ in stage.steps(self._requests(again)):
                 pass
             no_reuse = stage.result()
+        pressure = self._under_pressure(show)
         different = list(self._compare(show)) if check else []
         pages = no_reuse["pages"] - reuse["pages"]
         return {
@@ -330,6 +419,7 @@ class Demo:
             "answers": [self._answer(answer) for answer in self.answers],
             "reuse": reuse,
             "no_reuse": no_reuse,
+            "pressure": pressure,
             "saved": {
                 "pages": pages,
                 "bytes": pages * self.spec.page_bytes(),
@@ -373,6 +463,28 @@ class Demo:
                 show.refresh()
         finally:
             show.end()
+
+    def _under_pressure(self, show: Show) -> dict[str, Any]:
+        """Serve the questions once more, with less memory, and take some of it back in the middle."""
+        show.say("the same questions with less memory, some of it taken back in the middle of an answer")
+        again = [Answer(a.tenant, a.question, a.ids, a.decode) for a in self.answers]
+        with Stage(self, squeezed=True) as stage:
+            squeeze = Squeeze(stage, again, self.own_bytes, show)
+            for _ in stage.steps(self._requests(again)):
+                squeeze.look()
+            pressure = stage.engine.pressure
+            assert pressure is not None
+            return {
+                "happened": squeeze.asked >= 0,
+                "seconds": stage.seconds,
+                "steps": stage.engine.steps,
+                "events": squeeze.events,
+                "victims": dict(pressure.counts),
+                "swapped_bytes": pressure.swapped_bytes,
+                "give_back_steps": squeeze.given - squeeze.asked if squeeze.given >= 0 else None,
+                "same": all(a.tokens == b.tokens for a, b in zip(self.answers, again, strict=True)),
+                "audit": stage.pool.audit().ok,
+            }
 
     def _compare(self, show: Show) -> Iterator[dict[str, Any]]:
         """Ask plain ``generate`` the same, one question at a time; yield the answers that differ."""

@@ -198,10 +198,16 @@ def print_demo(result: dict[str, Any], console: Console) -> None:
         ),
         wrapped("held", quotas, console.width),
     ]
-    balanced = all(run["audit"] for run in runs.values())
-    lines.append(
-        wrapped("books", ["balanced after both runs" if balanced else "NOT BALANCED"], console.width)
-    )
+    pressure = result["pressure"]
+    lines += [
+        wrapped("" if at else "taken", [f"step {event['step']}: {event['text']}"], console.width)
+        for at, event in enumerate(pressure["events"])
+    ]
+    if pressure["happened"]:
+        same = "token for token those of the first run" if pressure["same"] else "NOT THOSE OF THE FIRST RUN"
+        lines.append(wrapped("", [f"all answers are {same}"], console.width))
+    balanced = pressure["audit"] and all(run["audit"] for run in runs.values())
+    lines.append(wrapped("books", ["balanced after each run" if balanced else "NOT BALANCED"], console.width))
     if check["ok"] is None:
         told = ["not asked for"]
     elif check["ok"]:

@@ -147,6 +147,33 @@ def _bounds(row: dict[str, Any]) -> str:
     return " ".join(parts)
 
 
+def _pressure(pressure: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Yield what was stopped and taken back, if anything could be."""
+    if pressure["policy"] == "reserve":
+        return
+    victims = [f"{count:,} {fate}" for fate, count in sorted(pressure["victims"].items())]
+    yield (
+        "rows",
+        [
+            "stopped: " + (victims[0] if victims else "none"),
+            *victims[1:],
+            f"{format_bytes(pressure['swapped_bytes'])} swapped",
+            f"stopped for {seconds(pressure['stalled_s'])} in all",
+        ],
+    )
+    for one in pressure["reclaims"]:
+        yield (
+            "reclaim",
+            [
+                f"{one['tenant']} at {clock(one['at_s'])}: {format_bytes(one['bytes'])} of "
+                f"{format_bytes(one['asked'])}",
+                f"{one['victims']:,} rows stopped",
+                *(f"{format_bytes(one[kind])} {kind} stay" for kind in ("shared", "pinned") if one[kind]),
+                *([f"{format_bytes(one['shortfall'])} short"] if one["shortfall"] else []),
+            ],
+        )
+
+
 def _footer(result: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
     run, pool, audit = result["run"], result["pool"], result["audit"]
     yield (
@@ -160,6 +187,7 @@ def _footer(result: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
             f"fragmentation {pool['fragmentation']:.1%}",
         ],
     )
+    yield from _pressure(result["pressure"])
     step, core = run["step_us"], run["core_us"]
     times = ["host time a step -"]
     if run["steps"]:

@@ -20,7 +20,7 @@ from .request import Int32, reply_tokens
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvalloc import Batch, Step
+    from kvalloc import Batch, Plan, Step
 
     from .rows import Rows
 
@@ -83,24 +83,28 @@ class StepTime:
         Seconds a row that decodes.
     bandwidth : float
         Bytes of KV read a second, at least 1.
+    host : float
+        Bytes a second between device and host, at least 1. A swap takes this long, and steps wait for it.
     """
 
     base: float = 0.018
     prefill: float = 5e-6
     row: float = 20e-6
     bandwidth: float = 5e12
+    host: float = 25e9
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
             if not 0.0 <= value < float("inf"):
                 raise ValueError(f"step time: {item.name} is {value!r}; a number of at least 0 is needed")
-            if item.name != "bandwidth" and value > 1e6:
+            if item.name not in ("bandwidth", "host") and value > 1e6:
                 raise ValueError(f"step time: {item.name} is {value!r} seconds; at most a million")
-        if self.bandwidth < 1.0:
-            raise ValueError(
-                f"step time: bandwidth is {self.bandwidth!r}; give bytes a second, for example bandwidth=5e12"
-            )
+        for name, usual in (("bandwidth", "5e12"), ("host", "25e9")):
+            if (value := getattr(self, name)) < 1.0:
+                raise ValueError(
+                    f"step time: {name} is {value!r}; give bytes a second, for example {name}={usual}"
+                )
         if self.base + self.prefill + self.row == 0.0:
             raise ValueError("step time: base, prefill and row are all 0, so time would stand still")
 
@@ -171,3 +175,7 @@ class ClockModel:
             + read / cost.bandwidth
         )
         return reply_tokens(rows.reply[:n], lens)
+
+    def execute(self, plan: Plan) -> None:
+        """Move the clock by the time the copies of a plan take between the tiers."""
+        self.clock.seconds += plan.copied[1] / self.step_time.host

@@ -34,6 +34,11 @@ The result is a dict of plain values, what ``kvalloc replay --json`` writes:
     ``what``, ``by``, ``requests``, the largest ``needed``, the least ``room``, their ``unit``, ``text``),
     ``prompt_tokens``, ``cached_tokens``, ``generated_tokens``, ``hit_rate``, ``wait_s`` and
     ``first_token_s`` (``mean``, ``p50``, ``p99``, ``max``), ``waste``, ``held``, ``cached``, ``pinned``.
+``pressure``
+    ``policy`` ("reserve", or how rows are stopped), ``victims`` (what became of them, to count), ``stopped``
+    at the end, ``swapped_bytes`` (both ways), ``stalled_s`` (seconds that requests were stopped, summed), and
+    ``reclaims``: for each one asked for its ``tenant``, ``at_s``, ``asked``, ``bytes`` that came back,
+    ``rungs``, ``victims``, ``shortfall``, ``shared`` and ``pinned`` bytes that stayed.
 ``audit``
     ``ok`` and ``problems``, what `Pool.audit` said at the end.
 ``series``
@@ -47,7 +52,7 @@ from array import array
 from time import perf_counter_ns, sleep
 from typing import TYPE_CHECKING, Any
 
-from kvalloc import Pool
+from kvalloc import InvalidArgument, Pool
 
 from .clock import ClockModel, StepTime, VirtualClock
 from .meter import Meter, TenantCounts, quantiles
@@ -55,10 +60,11 @@ from .scheduler import Engine
 from .tenants import TenantPlan, assign, create, depth_first
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvalloc import KVSpec
 
+    from .pressure import Mode
     from .request import Request
 
 __all__ = ["SCHEMA", "Replay"]
@@ -83,6 +89,10 @@ class Replay:
         As `Engine` takes them.
     seed : int
         Decides which requests go to which tenant.
+    preempt : {"auto", "swap", "recompute"}, optional
+        As `Engine` takes it.
+    reclaims : sequence of (str, int, float)
+        Take so many bytes back from a tenant, at a time in seconds; its rows stop as `preempt` says.
     """
 
     def __init__(
@@ -97,6 +107,8 @@ class Replay:
         token_budget: int = 8192,
         max_tokens: int = 131_072,
         seed: int = 0,
+        preempt: Mode | None = None,
+        reclaims: Sequence[tuple[str, int, float]] = (),
     ) -> None:
         self.spec, self.plans, self.seed = spec, depth_first(plans), seed
         # The secret is set so that a replay repeats exactly: which pages collide in the index depends on it.
@@ -114,8 +126,18 @@ class Replay:
             max_rows=max_rows,
             token_budget=token_budget,
             max_tokens=max_tokens,
+            preempt=preempt,
             listener=self.meter.note,
         )
+        if preempt is not None:
+            tokens = round(1.0 / self.step_time.prefill) if self.step_time.prefill else 1 << 40
+            self.pool.set_speeds(host=round(self.step_time.host), tokens=tokens)
+        elif reclaims:
+            raise InvalidArgument(
+                "bytes can be taken back from rows only with a policy: auto, swap or recompute"
+            )
+        self._due = sorted(reclaims, key=lambda each: each[2])
+        self.reclaims: list[dict[str, Any]] = []
         self.host_ns = 0  # since the run began
         self.busy_ns = 0  # of it in steps
         self.interrupted = False
@@ -159,6 +181,9 @@ class Replay:
                 self._core_ns.append(engine.core_ns)
                 steps = engine.steps
             last = time
+            while self._due and now >= self._due[0][2]:
+                self._reclaim(*self._due.pop(0))
+                last = perf_counter_ns()
             if now >= meter.next:
                 meter.sample(now, engine)
                 last = perf_counter_ns()
@@ -187,6 +212,38 @@ class Replay:
             sleep(min(left, max(0.01, every)))
             if refresh is not None and left > every:
                 refresh()
+
+    def _reclaim(self, tenant: str, size: int, at: float) -> None:
+        pressure = self.engine.pressure
+        assert pressure is not None
+        plan = self.pool.reclaim(tenant, size, live="preempt", batch=self.engine.batch)
+        pressure.carry_out(plan)
+        self.reclaims.append(
+            {
+                "tenant": tenant,
+                "at_s": at,
+                "asked": size,
+                "bytes": plan.bytes,
+                "rungs": plan.rungs,
+                "victims": len(plan.victims),
+                "shortfall": plan.shortfall,
+                "shared": plan.shared,
+                "pinned": plan.pinned,
+            }
+        )
+
+    def _pressure(self) -> dict[str, Any]:
+        pressure = self.engine.pressure
+        if pressure is None:
+            return {"policy": "reserve"}
+        return {
+            "policy": pressure.mode,
+            "victims": dict(pressure.counts),
+            "stopped": len(pressure),
+            "swapped_bytes": pressure.swapped_bytes,
+            "stalled_s": pressure.stalled,
+            "reclaims": self.reclaims,
+        }
 
     def stop(self) -> None:
         """End the run after the current step; safe to call from a signal handler."""
@@ -250,6 +307,7 @@ class Replay:
                 "stats": stats.as_dict(),
             },
             "tenants": rows,
+            "pressure": self._pressure(),
             "audit": {"ok": audit.ok, "problems": [text for _, text in audit.findings]},
             "series": meter.series(list(engine.queues)),
         }

@@ -25,6 +25,12 @@ class Running:
     queue: Queue
     row: int
     todo: int  # prompt tokens that have no room yet
+    left: int = field(init=False)  # tokens to generate when it got its row
+    stopped: float = -1.0  # when it was stopped, if it was
+
+    def __post_init__(self) -> None:
+        """Begin with all of them."""
+        self.left = self.request.max_new
 
 
 @dataclass(slots=True, eq=False)
@@ -87,13 +93,14 @@ class Rows:
         self.prefilling.append(run)
         self.streams += run.request.on_token is not None
         self.counts[row] = 0
-        self.left[row] = run.request.max_new
+        self.left[row] = run.left
         self.reply[row] = run.request.reply
         self.tenant[row] = run.queue.index
 
     def remove(self, run: Running) -> None:
         """Take a row out; the last one moves into the hole."""
         last = self.running.pop()
+        run.left = int(self.left[run.row])
         self.streams -= run.request.on_token is not None
         if last is not run:
             for array in (self.counts, self.left, self.last, self.reply, self.tenant):

@@ -6,8 +6,9 @@ Each call of `Engine.step` is one step of a serving engine:
    divided by their weight; the smallest goes next. So tenants that all wait hold memory by their weights,
    whatever the lengths of their requests. Within a tenant it is first come, first served. A request is
    opened with its whole need (prompt and every token it may generate) reserved, so that once it runs it
-   finishes: nothing is preempted, nothing is half loaded. A request that can never fit is refused at once
-   and the next one is looked at.
+   finishes: nothing is preempted, nothing is half loaded. With ``preempt`` it is opened when its prompt
+   fits, and rows that find no room later make others stop for a while (`pressure`). A request that can
+   never fit is refused at once and the next one is looked at.
 2. *Step.* Rows that decode get one token each. What is left of the step's token budget goes to prompts, in
    the order they were admitted, in chunks. One call, `Batch.step`, makes room for all of them.
 3. *Run* the model, which says what each row sampled. A row whose prompt is not in yet sampled nothing: -1.
@@ -31,21 +32,23 @@ import heapq
 import itertools
 from collections import deque
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from kvalloc import AdmissionRefused, KvallocError, OutOfPages
 
 from .clock import Clock, VirtualClock
+from .pressure import Pressure
 from .request import Cause
 from .rows import Queue, Rows, Running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from kvalloc import Batch, Pool, Sequence, Step, Tenant
+    from kvalloc import Batch, Plan, Pool, Sequence, Step, Tenant
 
+    from .pressure import Mode
     from .request import Int32, Request
 
 __all__ = ["Engine", "Model"]
@@ -59,6 +62,10 @@ class Model(Protocol):
 
         The entries of rows whose prompt is not in after this step (`Rows.prefilling`) are ignored.
         """
+        ...
+
+    def execute(self, plan: Plan) -> None:
+        """Copy what a plan moves; its pages are where it says when the next step begins."""
         ...
 
 
@@ -84,6 +91,8 @@ class Engine:
     whole_need : bool
         Reserve a request's whole need when it is admitted. Without it a sequence may find no room half way;
         when no row at all can grow, the newest one fails and says by how much.
+    preempt : {"auto", "swap", "recompute"}, optional
+        Reserve nothing; stop rows when others find no room, and let them go on later (`pressure`).
     stop : int or iterable of int, optional
         Tokens that end a reply early.
     reuse : bool
@@ -103,6 +112,7 @@ class Engine:
         token_budget: int = 8192,
         max_tokens: int = 131_072,
         whole_need: bool = True,
+        preempt: Mode | None = None,
         stop: int | Iterable[int] | None = None,
         reuse: bool = True,
         listener: Callable[[str, Request], None] | None = None,
@@ -113,7 +123,8 @@ class Engine:
             )
         self.pool, self.model, self.clock = pool, model, clock or VirtualClock()
         self.max_rows, self.token_budget, self.max_tokens = max_rows, token_budget, max_tokens
-        self.whole_need, self.reuse = whole_need, reuse
+        self.whole_need, self.reuse = whole_need and preempt is None, reuse
+        self.pressure = None if preempt is None else Pressure(self, preempt)
         stops = () if stop is None else (stop,) if isinstance(stop, int) else stop
         self.stop = np.array(sorted(set(stops)), dtype=np.int32)
         self.batch = pool.batch(max_rows, max_tokens)
@@ -142,13 +153,13 @@ class Engine:
         """
         source = iter(arrivals)
         coming = next(source, None)
-        while coming is not None or self.waiting or self.rows:
+        while coming is not None or self.waiting or self.rows or self.pressure:
             now = self.clock.now()
             while coming is not None and coming.arrival <= now:
                 self.submit(coming)
                 coming = next(source, None)
             if not self.step():
-                self._wake()  # limits may have changed, pins may have run out
+                self.wake()  # limits may have changed, pins may have run out
                 if coming is not None:
                     self.clock.wait_until(coming.arrival)
                     self.idle_while_waiting += self.clock.now() - now if self.waiting else 0.0
@@ -178,7 +189,7 @@ class Engine:
                 if tokens:
                     yield tokens.popleft()
                 elif not self.step():
-                    self._wake()
+                    self.wake()
                     if not self.step():
                         self._give_up()
         finally:
@@ -207,13 +218,17 @@ class Engine:
             if run.request is request:
                 self._retire(run, "aborted")
                 return True
+        for run in self.pressure.stopped if self.pressure else ():
+            if run.request is request:
+                self._drop(run, "aborted")
+                return True
         queue = self.queues.get(request.tenant)
         if queue is None or request not in queue.requests:
             return False
         queue.requests.remove(request)  # an empty queue is dropped when its turn comes
         request.finished = self.clock.now()
         self.waiting -= 1
-        self._wake()
+        self.wake()
         self._tell("aborted", request)
         return True
 
@@ -224,7 +239,7 @@ class Engine:
         rows, batch = self.rows, self.batch
         if not rows.running and self._kept:
             self._keeps = False
-            self._wake()
+            self.wake()
             self._admit()
             self._keeps = True
         n = len(rows)
@@ -239,7 +254,8 @@ class Engine:
         stepped = perf_counter_ns()
         if out.num_tokens == 0:
             batch.commit()
-            self._fail_newest(out)
+            if self.pressure is None or not self.pressure.relieve(out):
+                self._fail_newest(out)
             return True
         sampled = self.model.step(batch, out, rows)
         for refusal in out.refused:
@@ -267,6 +283,8 @@ class Engine:
             for run in ended:
                 if run.request.finished < 0.0:  # else a listener has just aborted it
                     self._retire(run, "finished")
+        if self.pressure is not None and out.refused:
+            self.pressure.relieve(out)
         return True
 
     def _advance_prompts(self, sampled: Int32, refused: set[int]) -> None:
@@ -281,11 +299,14 @@ class Engine:
                 still.append(run)
             else:
                 rows.counts[run.row] = 1
-                run.request.first_token = now
+                if run.request.first_token < 0.0:
+                    run.request.first_token = now
         rows.prefilling = still
 
     def _admit(self) -> None:
-        """Open requests in turn while rows and the step's budget last."""
+        """Let those go on that were stopped; open requests in turn while rows and the step's budget last."""
+        if self.pressure:
+            self.pressure.resume()
         if not self._turns:
             return
         rows = self.rows
@@ -313,7 +334,7 @@ class Engine:
             self._list(queue)
 
     def _open(self, queue: Queue, request: Request) -> Sequence | None:
-        """Open a request with its whole need, or return None: it waits, or was refused for good."""
+        """Open a request, or return None: it waits, or was refused for good."""
         tenant = queue.tenant
         for level in queue.levels if self._kept else ():
             if self._kept.get(level, queue) is not queue:
@@ -323,15 +344,14 @@ class Engine:
                     return None
         if request.ids is None:
             request.ids = request.prompt.tokens()
+        how: dict[str, Any] = {
+            "share": request.share,
+            "extra_key": None if self.reuse else f"alone {next(self._opened)}",
+        }
         try:
-            return self.pool.open(
-                tenant,
-                request.ids,
-                request.max_new,
-                share=request.share,
-                extra_key=None if self.reuse else f"alone {next(self._opened)}",
-                admit=self.whole_need,
-            )
+            if self.pressure is not None:
+                return self.pressure.open(queue, request, **how)
+            return self.pool.open(tenant, request.ids, request.max_new, admit=self.whole_need, **how)
         except AdmissionRefused as no:
             if no.verdict == "never":
                 self._refuse(request, self._cause("never fits", no, tenant))
@@ -376,15 +396,24 @@ class Engine:
         self.rows.remove(run)
         run.sequence.close()
         queue.running -= 1
-        self._wake()
+        self.wake()
         self._tell(event, request)
+
+    def _drop(self, run: Running, event: str) -> None:
+        """Give back the sequence of a request that was stopped, and what it reserved."""
+        assert self.pressure is not None
+        self.pressure.drop(run)
+        run.request.produced, run.request.finished = run.request.max_new - run.left, self.clock.now()
+        run.queue.running -= 1
+        self.wake()
+        self._tell(event, run.request)
 
     def _refuse(self, request: Request, why: Cause) -> None:
         request.cause, request.ids, request.finished = why, None, self.clock.now()
         self._tell("refused", request)
 
-    def _wake(self) -> None:
-        """Something was given back: look at those who wait."""
+    def wake(self) -> None:
+        """Look at those who wait: something was given back, or a limit or reserve was changed outside."""
         self._kept.clear()
         for queue in self._asleep:
             self._list(queue)
@@ -405,9 +434,14 @@ class Engine:
 
     def _give_up(self) -> None:
         """Nothing runs or will come: who is first in a queue waits for bytes that are held elsewhere."""
+        if self.pressure:
+            run = self.pressure.stopped[0]
+            run.request.cause = Cause("stuck", "what is held outside this engine")
+            self._drop(run, "refused")
+            return
         for queue in self.queues.values():
             if queue.requests:
                 held = Cause("stuck", "what is held outside this engine")
                 self._refuse(queue.requests.popleft(), queue.waits_for or held)
                 self.waiting -= 1
-        self._wake()  # those behind may need less
+        self.wake()  # those behind may need less

@@ -20,6 +20,9 @@
 //! recompute  tokens to compute / tokens a second
 //! ```
 //!
+//! What recompute lets go and nobody wants yet stays cached, and is hit when the sequence goes on. So where less is wanted
+//! than a victim has, its tokens count in that proportion.
+//!
 //! Both speeds are the pool's ([`Pool::set_bandwidths`], [`Pool::set_recompute_speed`]); the defaults stand below. When the
 //! host tier is full the ladder goes on: recompute instead of swap, and the device copy stays until the commit. A sequence
 //! with tokens that nobody told the pool can't be computed again, so it can only be swapped.
@@ -92,6 +95,8 @@ pub(crate) struct Survey {
     pub(crate) promised: u64,
     /// Tokens that recompute computes again; `None`: some of them are not known.
     pub(crate) tokens: Option<u32>,
+    /// How many of the bytes that come back are wanted; `None`: all.
+    pub(crate) wanted: Option<u64>,
 }
 
 /// What it costs to restore a sequence, in nanoseconds.
@@ -105,6 +110,13 @@ impl Survey {
     /// Bytes that come back.
     pub(crate) fn back(&self) -> u64 {
         self.bytes + self.promised
+    }
+
+    /// Tokens that recompute is likely to compute again: what nobody wants now stays cached, and is hit.
+    fn lost_tokens(&self) -> Option<u64> {
+        let (tokens, back) = (u64::from(self.tokens?), self.back());
+        let lost = |wanted| u128::from(tokens) * u128::from(wanted) / u128::from(back);
+        Some(self.wanted.filter(|&wanted| wanted < back).map_or(tokens, |wanted| lost(wanted) as u64))
     }
 }
 
@@ -182,7 +194,7 @@ impl Pool {
         let tokens = speed(self.recompute_speed.get(), TOKENS_PER_SECOND);
         Costs {
             swap: ns(survey.copied.saturating_mul(2), host),
-            recompute: survey.tokens.map_or(u64::MAX, |n| ns(n.into(), tokens)),
+            recompute: survey.lost_tokens().map_or(u64::MAX, |n| ns(n, tokens)),
         }
     }
 
@@ -313,20 +325,20 @@ impl<'a> Build<'a> {
     }
 
     /// Take a sequence off the device. What is paid for below `within` counts as coming back; `victim`: the tenant whose
-    /// last victim it is then.
+    /// last victim it is then, and how many bytes are wanted of it.
     fn stop(
         &mut self,
         sequence: &Arc<Sequence>,
         wish: Wish,
         batch: Option<&Batch>,
         within: TenantId,
-        victim: Option<TenantId>,
+        victim: Option<(TenantId, u64)>,
     ) -> Result<(), Error> {
-        let pool = self.pool;
+        let (pool, wanted) = (self.pool, victim.map(|v| v.1));
         if self.dry {
             return sequence.visit(|_, body, _| {
                 body.check_running()?;
-                let survey = pool.survey(body, within);
+                let survey = Survey { wanted, ..pool.survey(body, within) };
                 let fits = pool.check_host(body.tenant, survey.copied);
                 let mode = match fits.err().filter(|_| pool.swaps(wish, &survey)) {
                     Some(refusal) if !may_compute(wish, &survey) => return Err(refusal.into()),
@@ -347,7 +359,7 @@ impl<'a> Build<'a> {
         let mut place = try_lock(&sequence.place, "the sequence")?;
         let body = idle(&mut place)?;
         body.check_running()?;
-        let survey = pool.survey(body, within);
+        let survey = Survey { wanted, ..pool.survey(body, within) };
         let moves = match pool.swaps(wish, &survey).then(|| self.swap_out(body)).transpose() {
             // The device copy stays, and the ladder goes on.
             Err(_) if may_compute(wish, &survey) => None,
@@ -360,7 +372,13 @@ impl<'a> Build<'a> {
         let passage = body.set_out(State::Leaving(mode));
         let pages = moves.iter().map(|m| m.page).collect();
         self.add_moves(moves);
-        self.endings.push(Box::new(Leaving { sequence: Arc::clone(sequence), passage, mode, pages, victim }));
+        self.endings.push(Box::new(Leaving {
+            sequence: Arc::clone(sequence),
+            passage,
+            mode,
+            pages,
+            victim: victim.map(|v| v.0),
+        }));
         self.sequences.push(Arc::clone(sequence));
         Ok(())
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use kvalloc_core::{
     batch::Batch as CoreBatch,
     error::Error,
+    ledger::ROOT,
     pool::Pool as CorePool,
     preempt::{Built, From, Wish},
     sequence::{Mode, Sequence as CoreSequence, State},
@@ -279,8 +280,8 @@ impl Pool {
     ///
     /// Parameters
     /// ----------
-    /// tenant : Tenant or str
-    ///     Whose sequences, those of the tenants below it included.
+    /// tenant : Tenant, str or None
+    ///     Whose sequences, those of the tenants below it included; None: anybody's.
     /// bytes : int or str
     ///     How many bytes should come back.
     /// batch : Batch or list of Batch, optional
@@ -323,7 +324,7 @@ impl Pool {
         dry_run: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Plan> {
         self.owner.live()?;
-        let tenant = self.owner.tenant(tenant, None)?;
+        let tenant = if tenant.is_none() { ROOT } else { self.owner.tenant(tenant, None)? };
         let bytes = args::bytes(bytes)?;
         let (wish, ttl, dry) = (mode_or(mode)?, ttl_or(ttl)?, dry_or(dry_run)?);
         let (batches, sessions) = (batches(batch)?, self::sessions(sessions)?);

@@ -2,13 +2,16 @@
 
 use std::sync::Arc;
 
-use kvalloc_core::{batch::Copy, error::Refusal as CoreRefusal};
+use kvalloc_core::{
+    batch::Copy,
+    error::{Refusal as CoreRefusal, Why},
+};
 use pyo3::{IntoPyObjectExt, prelude::*};
 
 use crate::{
     arrays,
     batch::Inner,
-    errors::{sentence, why},
+    errors::{name_of, sentence, why},
     owner::Owner,
     sequence::Sequence,
 };
@@ -116,6 +119,8 @@ impl Step {
 ///     The same as a sentence, with names and numbers, and what to do.
 /// needed_bytes, room : int
 ///     Bytes asked for and bytes there were (tokens for ``"row"`` and ``"budget"``).
+/// level : str or None
+///     The tenant whose limit is in the way; None: it is no limit.
 #[pyclass(frozen, get_all, module = "kvalloc")]
 #[derive(Debug)]
 pub(crate) struct Refusal {
@@ -131,6 +136,8 @@ pub(crate) struct Refusal {
     needed_bytes: u64,
     /// Bytes there are.
     room: u64,
+    /// Whose limit.
+    level: Option<String>,
 }
 
 impl Refusal {
@@ -148,6 +155,7 @@ impl Refusal {
             reason: sentence(&owner.core, refusal),
             needed_bytes: refusal.asked,
             room: refusal.room,
+            level: (refusal.why == Why::Limit).then(|| name_of(&owner.core, refusal.level)),
         })
     }
 }

@@ -647,9 +647,29 @@ fn victims_of_one_tenant() {
     assert_eq!(built.0.victims[..], dry_rows(&dry.0.victims[..2], &built.0.victims[..2]));
     commit(&pool, &built);
     assert_eq!(held(&pool, Tier::Device, t), 3);
-    let unknown = pool.preempt(ROOT, 1, from, Wish::Auto, TTL, false).map(drop);
+    let unknown = pool.preempt(TenantId(99), 1, from, Wish::Auto, TTL, false).map(drop);
     assert!(matches!(unknown, Err(Error::UnknownTenant(_))), "{unknown:?}");
     sequences.iter().flatten().chain([&idle]).for_each(|s| close(s));
+    drop(mine);
+    empty(&pool);
+}
+
+/// Where less is wanted than a victim has, what nobody wants stays cached: so recompute restores it sooner.
+#[test]
+fn little_is_wanted_of_a_large_victim() {
+    let pool = host_pool(spec(&[(Full, 1)]), 60, 60);
+    let t = plain_tenant(&pool, "t");
+    let mine = batch(&pool, 16, 256);
+    let large = computed(&pool, &mine, t, 0..120);
+    pool.set_bandwidths(1 << 40, pool.bytes(1) * 1_000);
+    pool.set_recompute_speed(u64::from(pool.spec.page_tokens()) * 300);
+    let from = From { batches: &[], sessions: &[Arc::clone(&large)], spared: None };
+    let fate = |pages| {
+        let plan = pool.preempt(ROOT, pool.bytes(pages), from, Wish::Auto, TTL, true).expect("sound").0;
+        plan.victims[0].fate
+    };
+    assert_eq!((fate(1), fate(30)), (Fate::Recomputed, Fate::Swapped));
+    close(&large);
     drop(mine);
     empty(&pool);
 }

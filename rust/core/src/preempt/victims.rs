@@ -24,6 +24,7 @@ use super::{Build, Built, Survey, Wish};
 use crate::{
     batch::Batch,
     error::Error,
+    ledger::ROOT,
     plan::{Kind, Plan},
     pool::Pool,
     sequence::{Sequence, State},
@@ -82,7 +83,8 @@ impl OverUse {
 }
 
 impl Pool {
-    /// Stop sequences of the subtree of `tenant` until `bytes` come back. The plan says what is missing.
+    /// Stop sequences of the subtree of `tenant` (the root's: anybody's) until `bytes` come back. The plan says what is
+    /// missing.
     ///
     /// # Errors
     /// No such tenant; a batch or a sequence of another pool.
@@ -96,7 +98,9 @@ impl Pool {
         dry: bool,
     ) -> Result<Built, Error> {
         self.check_open()?;
-        self.check_tenant(tenant)?;
+        if tenant != ROOT {
+            self.check_tenant(tenant)?;
+        }
         self.expire_plans();
         let lane = self.next_lane();
         let _op = self.enter(lane);
@@ -127,7 +131,8 @@ impl Build<'_> {
             let chosen = candidates.swap_remove(first);
             let before = self.plan.rungs.sum();
             // What is in use at this moment, or went another way, is passed by.
-            if self.stop(&chosen.sequence, wish, chosen.batch, tenant, Some(chosen.tenant)).is_err() {
+            let victim = Some((chosen.tenant, bytes - back));
+            if self.stop(&chosen.sequence, wish, chosen.batch, tenant, victim).is_err() {
                 continue;
             }
             let got = self.plan.rungs.sum() - before;
