@@ -28,7 +28,7 @@ if RUNNING not in PYTHONS and sys.version_info >= (3, 11):
     PYTHONS.append(RUNNING)
 
 nox.needs_version = ">=2025.2.9"
-nox.options.sessions = ["rust", "loom", "shuttle", "tsan", "tests", "torch", "kernels"]
+nox.options.sessions = ["rust", "loom", "shuttle", "tsan", "tests", "torch"]
 nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.reuse_existing_virtualenvs = True
@@ -97,30 +97,25 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=RUNNING)
 def torch(session: nox.Session) -> None:
-    """All over torch on the CPU: stores (two processes over gloo, a pool above 2^31 elements), models, demo.
+    """All over torch on the CPU: stores, models, the demo, transformers, and the Triton kernels without a GPU.
 
-    About 5 GB to install; the demo's model is fetched.
+    One environment, since torch takes 5 GB; the demo's model is fetched. The kernels are compiled ahead of
+    time by each Triton, and interpreted on the CPU.
     """
-    install(session, "demo", "torch", "test")
-    # One thread: more of them wait for one another by spinning, which takes ages where cores are shared.
-    env = {"OMP_NUM_THREADS": "1"}
-    session.run("pytest", "tests/torch", "tests/test_examples.py", *session.posargs, env=env)
-
-
-@nox.session(python=RUNNING)
-def kernels(session: nox.Session) -> None:
-    """The Triton kernels without a GPU: compiled ahead of time, by each Triton; then interpreted, on the CPU.
-
-    Most of its time goes into installing torch (5 GB on disk).
-    """
-    install(session, "kernels", "test")
+    install(session, "demo", "kernels", "torch", "transformers", "test")
     session.install("pytest-xdist")
+    # One thread each: more of them wait for one another by spinning, which takes ages where cores are shared.
+    env = {"OMP_NUM_THREADS": "1"}
+    quick = ("-n", "2", "-m", "not bench and not slow", *session.posargs)
+    session.run("pytest", "tests/torch", "tests/test_examples.py", *session.posargs, env=env)
+    session.run("pytest", "tests/transformers", *quick, env=env)
+    session.run("python", "examples/transformers_generate.py", env=env)
     for version in TRITONS:
         session.install("--no-deps", f"triton=={version}")
         session.run("pytest", "tests/kernels/test_compiled.py", *session.posargs)
     # the CUDA C sources need no Triton: `tests` has run theirs
     rest = ("tests/kernels", "--ignore-glob=*test_cuda_*", "--ignore-glob=*test_compiled.py")
-    session.run("pytest", "-n", "2", *rest, *session.posargs, env={"TRITON_INTERPRET": "1"})
+    session.run("pytest", *quick, *rest, env={**env, "TRITON_INTERPRET": "1"})
 
 
 @nox.session(python=RUNNING, default=False)
@@ -129,18 +124,6 @@ def gpu(session: nox.Session) -> None:
     install(session, "cupy", "kernels", "test")
     session.run("pytest", "tests/gpu")
     session.run("python", "bench/gpu/run.py", *session.posargs)
-
-
-@nox.session(python="3.12", default=False)
-def transformers(session: nox.Session) -> None:
-    """`generate` of small models on pages. About 5 GB and two minutes to install, four minutes to run.
-
-    The real model's test is marked slow and runs with ``-- -m slow`` where its weights are.
-    """
-    install(session, "test", "transformers")
-    asked = session.posargs or ["-m", "not bench and not slow"]
-    session.run("pytest", "tests/transformers", *asked, env={"OMP_NUM_THREADS": "2"})
-    session.run("python", "examples/transformers_generate.py")
 
 
 @nox.session(python=False)

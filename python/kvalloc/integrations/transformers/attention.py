@@ -94,7 +94,8 @@ def paged_attention(
 
 def _attend_latent(module: Any, query: Tensor, note: Note, scaling: float | None) -> Tensor:
     """Multi-head latent attention on the latents: K's expansion goes into the query, V's onto the result."""
-    expand, latent = getattr(module, "kv_b_proj", None), note.latent
+    expand: Any = getattr(module, "kv_b_proj", None)
+    latent = note.latent
     if type(expand) is not nn.Linear or expand.bias is not None or latent is None:
         raise InvalidArgument(
             f"layer {note.layer} ({type(module).__name__}) expands its latent by {type(expand).__name__}, "
