@@ -97,7 +97,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=RUNNING)
 def torch(session: nox.Session) -> None:
-    """All over torch on the CPU: stores, models, the demo, transformers, and the Triton kernels without a GPU.
+    """All over torch on the CPU: stores, models, the demo, transformers, the Triton kernels without a GPU.
 
     One environment, since torch takes 5 GB; the demo's model is fetched. The kernels are compiled ahead of
     time by each Triton, and interpreted on the CPU.
