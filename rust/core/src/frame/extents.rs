@@ -86,9 +86,9 @@ pub(super) struct Extents {
     lanes: Words,
     lane_words: usize,
     faults: AtomicU64,
-    /// Extents that began to drain since somebody stopped them all. A hint: more costs a look.
+    /// Extents that drain: counted before one begins and after it has stopped, so never too few. Too many costs a look.
     drains: AtomicU64,
-    /// Extents that went from one size to another since somebody looked for whole ones. A hint as well.
+    /// Extents that went from one size to another since somebody looked and none was whole: too many costs a look as well.
     passed_on: AtomicU64,
 }
 
@@ -370,11 +370,14 @@ impl Extents {
     fn claim_whole(&self, claim: Claim, push: &mut impl FnMut(Range<u32>)) -> u32 {
         let passed_on = self.passed_on.get();
         let total = |size, extent| self.tiling(size).frames_in(extent);
+        let mut whole = false;
         for extent in if passed_on > 0 { 0..self.count } else { 0..0 } {
             let mut after = (ExtentWord(0), 0);
             let converted = self.word(extent).transit(|word| {
                 let word = ExtentWord(word);
                 let all = total(word.size()?, extent);
+                // Whoever finds it next may want another size, or it drains now and stops.
+                whole |= word.free() == all;
                 after = word.convert(all, claim.size, total(claim.size, extent), claim.want, None)?;
                 Some(after.0.0)
             });
@@ -385,7 +388,7 @@ impl Extents {
                 return after.1;
             }
         }
-        if passed_on > 0 {
+        if passed_on > 0 && !whole {
             let _ = self.passed_on.cas(passed_on, 0);
         }
         0
@@ -415,10 +418,11 @@ impl Extents {
     /// Nothing more is claimed in an extent of this size, until it is empty and goes on to `goal`, or until this is stopped.
     pub(super) fn drain(&self, extent: usize, size: SizeId, goal: Option<SizeId>) -> bool {
         let goal = goal.filter(|&goal| goal != size);
+        self.drains.plus(1);
         let drained =
             self.word(extent).transit(|word| ExtentWord(word).drain(size, goal).map(|w| w.0)).is_ok();
-        if drained {
-            self.drains.plus(1);
+        if !drained {
+            self.drains.minus(1);
         }
         drained
     }
@@ -431,6 +435,7 @@ impl Extents {
             Some(after.0)
         });
         if stopped.is_ok() {
+            self.drains.minus(1);
             self.show(extent, after);
         }
         stopped.is_ok()
@@ -438,19 +443,14 @@ impl Extents {
 
     /// Stop whatever keeps free frames of a size from being claimed; how many extents did.
     pub(super) fn undrain_all(&self, size: SizeId) -> usize {
-        let drains = self.drains.get();
-        if drains == 0 {
+        if self.drains.get() == 0 {
             return 0;
         }
         let keeps = |&extent: &usize| {
             let word = self.read(extent);
             word.is_draining() && word.serves(size) && word.free() > 0
         };
-        let stopped = (0..self.count).filter(keeps).filter(|&extent| self.undrain(extent)).count();
-        if stopped == 0 && !(0..self.count).any(|extent| self.read(extent).is_draining()) {
-            let _ = self.drains.cas(drains, 0);
-        }
-        stopped
+        (0..self.count).filter(keeps).filter(|&extent| self.undrain(extent)).count()
     }
 
     /// Whether extents may be draining.
@@ -581,17 +581,18 @@ impl Extents {
         }
         let after = if self.returns() {
             let total = self.tiling(size).frames_in(extent);
-            let mut after = ExtentWord(0);
-            let mut goal = None;
+            let (mut before, mut after) = (ExtentWord(0), ExtentWord(0));
             let given = self.word(extent).transit(|word| {
-                let word = ExtentWord(word);
-                goal = word.goal();
-                let goal_total = goal.map_or(0, |goal| self.tiling(goal).frames_in(extent));
-                after = word.release(size, n, total, true, goal_total)?;
+                before = ExtentWord(word);
+                let goal_total = before.goal().map_or(0, |goal| self.tiling(goal).frames_in(extent));
+                after = before.release(size, n, total, true, goal_total)?;
                 Some(after.0)
             });
-            if goal.is_some() && !after.is_draining() {
-                self.passed_on.plus(1);
+            if before.is_draining() && !after.is_draining() {
+                if !after.in_arena() {
+                    self.passed_on.plus(1);
+                }
+                self.drains.minus(1);
             }
             debug_assert!(given.is_ok(), "a set bit holds its extent to its size");
             after

@@ -2,6 +2,8 @@
 //! and very many of them at random with shuttle, which also finds those that loom's reduction leaves out (a change that
 //! follows on another thread's read, with a read of one's own between).
 
+mod drains;
+
 #[cfg(kvalloc_loom)]
 use loom::{model, thread};
 #[cfg(kvalloc_shuttle)]

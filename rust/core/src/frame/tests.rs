@@ -393,6 +393,10 @@ enum Op {
     Claim { size: u8, lane: u8, want: usize },
     Release { pick: usize, many: usize },
     Again { pick: usize },
+    Drain { extent: usize, goal: Option<u8> },
+    Undrain { extent: usize },
+    UndrainAll { size: u8 },
+    ClaimServing { size: u8, want: usize },
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -400,7 +404,20 @@ fn op() -> impl Strategy<Value = Op> {
         4 => (0..3u8, 0..16u8, 0..40usize).prop_map(|(size, lane, want)| Op::Claim { size, lane, want }),
         4 => (any::<usize>(), 1..60usize).prop_map(|(pick, many)| Op::Release { pick, many }),
         1 => any::<usize>().prop_map(|pick| Op::Again { pick }),
+        3 => (any::<usize>(), prop::option::of(0..3u8)).prop_map(|(extent, goal)| Op::Drain { extent, goal }),
+        1 => any::<usize>().prop_map(|extent| Op::Undrain { extent }),
+        1 => (0..3u8).prop_map(|size| Op::UndrainAll { size }),
+        2 => (0..3u8, 0..20usize).prop_map(|(size, want)| Op::ClaimServing { size, want }),
     ]
+}
+
+/// Free frames in extents that serve a size and may be claimed from.
+fn serving(arena: &Arena, size: SizeId) -> u64 {
+    let extents = (0..arena.len()).map(|extent| arena.glance(ExtentId(extent)));
+    extents
+        .filter(|state| state.size == Some(size) && !state.draining)
+        .map(|state| u64::from(state.free))
+        .sum()
 }
 
 proptest! {
@@ -421,17 +438,30 @@ proptest! {
         let arena = Arena::new(&layout(&sizes, extent, total, reserved));
         let mut bytes = vec![false; total as usize];
         let mut held: Vec<(SizeId, FrameId)> = Vec::new();
+        // Extents that drain, and the size they go to with their last frame.
+        let mut drains: BTreeMap<u32, Option<SizeId>> = BTreeMap::new();
         let mut faults = 0;
         for op in ops {
             match op {
-                Op::Claim { size, lane, want } => {
-                    let size = SizeId(size % sizes.len() as u8);
-                    let can = arena.available(size);
+                Op::Claim { .. } | Op::ClaimServing { .. } => {
                     let mut out = Vec::new();
-                    let got = arena.claim(size, Lane(lane), want, &mut out);
+                    let (size, got, can, want) = match op {
+                        Op::ClaimServing { size, want } => {
+                            let size = SizeId(size % sizes.len() as u8);
+                            let can = serving(&arena, size);
+                            (size, arena.claim_serving(size, L1, want, &mut out), can, want)
+                        }
+                        Op::Claim { size, lane, want } => {
+                            let size = SizeId(size % sizes.len() as u8);
+                            let can = arena.available(size);
+                            (size, arena.claim(size, Lane(lane), want, &mut out), can, want)
+                        }
+                        _ => unreachable!(),
+                    };
                     prop_assert_eq!(got, out.len());
                     prop_assert_eq!(got as u64, can.min(want as u64));
                     for frame in out {
+                        prop_assert!(!drains.contains_key(&arena.extent_of(size, frame).0), "{} drains", frame);
                         let page = sizes[size.as_usize()];
                         let start = u64::from(frame.0) * page;
                         prop_assert!(start >= reserved && start + page <= total);
@@ -457,6 +487,38 @@ proptest! {
                         let page = sizes[size.as_usize()] as usize;
                         bytes[frame.as_usize() * page..(frame.as_usize() + 1) * page].fill(false);
                     }
+                    // What is empty has gone where it was to go.
+                    drains.retain(|&at, &mut goal| {
+                        let state = arena.glance(ExtentId(at));
+                        let goal = goal.filter(|&goal| arena.frames_in(ExtentId(at), goal) > 0);
+                        assert!(state.draining || (state.size, state.free) == (goal, state.total));
+                        state.draining
+                    });
+                }
+                Op::Drain { extent, goal } => {
+                    let extent = ExtentId((extent % arena.len() as usize) as u32);
+                    let before = arena.glance(extent);
+                    let goal = goal.map(|goal| SizeId(goal % sizes.len() as u8));
+                    let drained = before.size.is_some_and(|size| arena.drain(extent, size, goal));
+                    prop_assert_eq!(drained, sizes.len() > 1 && before.size.is_some() && !before.draining);
+                    if drained {
+                        drains.insert(extent.0, goal.filter(|&goal| Some(goal) != before.size));
+                    }
+                }
+                Op::Undrain { extent } => {
+                    let extent = ExtentId((extent % arena.len() as usize) as u32);
+                    prop_assert_eq!(arena.undrain(extent), drains.remove(&extent.0).is_some());
+                }
+                Op::UndrainAll { size } => {
+                    let size = SizeId(size % sizes.len() as u8);
+                    let before = drains.len();
+                    let stopped = arena.undrain_all(size);
+                    drains.retain(|&at, _| {
+                        let state = arena.extent_state(ExtentId(at));
+                        assert!(!state.draining || state.size != Some(size) || state.free == 0);
+                        state.draining
+                    });
+                    prop_assert_eq!(stopped, before - drains.len());
                 }
                 Op::Again { pick } => {
                     let size = SizeId((pick % sizes.len()) as u8);
@@ -475,7 +537,12 @@ proptest! {
             }
             check(&arena);
             prop_assert_eq!(arena.faults(), faults);
+            for extent in 0..arena.len() {
+                prop_assert_eq!(arena.glance(ExtentId(extent)).draining, drains.contains_key(&extent));
+            }
         }
+        // Of extents that drain while nothing is in them any more, nobody else stops it.
+        drains.keys().for_each(|&extent| _ = arena.undrain(ExtentId(extent)));
         for &(size, frame) in &held {
             prop_assert_eq!(arena.release(size, frame), Ok(()));
         }

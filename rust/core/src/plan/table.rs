@@ -10,6 +10,9 @@
 //! - A thread that stops while it commits a piece keeps the moves of that piece, and the end of that plan, and nothing else:
 //!   others take the rest, or the clock does.
 
+#[cfg(all(test, any(kvalloc_loom, kvalloc_shuttle)))]
+mod models;
+
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     ops::Range,
