@@ -388,10 +388,10 @@ impl Batch {
 }
 
 /// A group's block table and slot mapping.
-#[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
+#[cfg(all(test, not(kvalloc_loom)))]
 type ShownGroup = (Vec<i32>, Vec<i64>);
 
-#[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
+#[cfg(all(test, not(kvalloc_loom)))]
 impl Batch {
     /// What stands in the arrays: block table and slot mapping of each group; lengths, starts and positions.
     pub(crate) fn shown(&self) -> (Vec<ShownGroup>, [Vec<i32>; 3]) {

@@ -1,9 +1,13 @@
-//! Threads on one small pool: shared prompts, eviction, refusals, forks, drafts, pins and policies all the time, and an
+//! Threads on one small pool: shared prompts, eviction, refusals, forks, drafts, pins, policies and plans all the time, and an
 //! auditor beside them. In the end everything balances to the byte.
 //!
 //! A program of its own (no test harness, plain spawn and join), so that ThreadSanitizer can follow it. What each thread
-//! does is drawn from a fixed seed; how they meet is up to the machine. `KVALLOC_STRESS_SECONDS`, `KVALLOC_STRESS_SEED`.
+//! does is drawn from a fixed seed; how they meet is up to the machine. `KVALLOC_STRESS_SECONDS`, `KVALLOC_STRESS_SEED`,
+//! `KVALLOC_STRESS_WORKERS`; with `KVALLOC_STRESS_OPERATIONS` it ends after so many operations instead, and says which.
 #![expect(clippy::print_stdout, reason = "a program that says what it did")]
+
+#[path = "stress/plans.rs"]
+mod plans;
 
 use std::{
     sync::{
@@ -16,15 +20,17 @@ use std::{
 
 use kvalloc_core::{
     arrays::{Owned, Shape},
+    audit::Balance,
     batch::Batch,
     error::Error,
     face::Pages,
     hash::CallerKey,
     ledger::{Policy, ROOT},
+    plan::Plan,
     pool::{Options, Pool},
     sequence::{Open, Sequence},
     spec::{Dtype, GroupKind, GroupSpec, Layout, Spec},
-    word::{GroupId, PageRef, TenantId, Tier, Units},
+    word::{GroupId, PageRef, TIERS, TenantId, Tier, Units},
 };
 
 const PAGE: u32 = 4;
@@ -32,7 +38,7 @@ const ROWS: usize = 4;
 const MOST: u32 = 48;
 /// Pages that each tenant has reserved.
 const RESERVE: u32 = 4;
-const WORKERS: usize = 6;
+const WORKERS: u64 = 6;
 
 /// xorshift64*.
 struct Dice(u64);
@@ -54,8 +60,62 @@ struct Tally {
     refused: AtomicU64,
     shared: AtomicU64,
     waited: AtomicU64,
+    moved: AtomicU64,
+    dropped: AtomicU64,
+    late: AtomicU64,
     audits: AtomicU64,
     exact: AtomicU64,
+    kinds: [AtomicU64; Kind::NAMES.len()],
+}
+
+/// What is counted as an operation: a call that asks the pool, or a batch or sequence on it, to do something.
+#[derive(Clone, Copy)]
+enum Kind {
+    Open,
+    Add,
+    Step,
+    Commit,
+    Close,
+    Fork,
+    Draft,
+    Pin,
+    KeepState,
+    Advance,
+    Face,
+    Policy,
+    Suspend,
+    Resume,
+    Preempt,
+    Rebalance,
+    Reclaim,
+    TopUp,
+    CommitPlan,
+    AbortPlan,
+}
+
+impl Kind {
+    const NAMES: [&str; Kind::AbortPlan as usize + 1] = [
+        "open",
+        "add",
+        "step",
+        "commit",
+        "close",
+        "fork",
+        "draft",
+        "pin",
+        "keep state",
+        "advance",
+        "page calls",
+        "policy",
+        "suspend",
+        "resume",
+        "preempt",
+        "rebalance",
+        "reclaim",
+        "top up",
+        "commit plan",
+        "abort plan",
+    ];
 }
 
 fn count(word: &AtomicU64, by: u64) {
@@ -79,9 +139,12 @@ fn group(name: &str, kind: GroupKind) -> GroupSpec {
 
 fn pool(groups: Vec<GroupSpec>, pages: u64) -> Arc<Pool> {
     let spec = Spec::new(PAGE, groups, Layout::PageMajor, None).expect("a sound spec");
+    let largest = spec.sizes().iter().max().expect("a page");
+    let bytes = |pages: u64| (largest * (pages + 1)).next_multiple_of(spec.granule());
     let options = Options {
-        device_bytes: spec.sizes()[0] * (pages + 1),
-        host_bytes: 0,
+        device_bytes: bytes(pages),
+        // Full now and then.
+        host_bytes: bytes(pages / 3),
         secret: None,
         max_tenants: 16,
         compare_tokens: true,
@@ -111,9 +174,20 @@ struct Worker {
     mail: Arc<[AtomicU64]>,
     /// Nobody else holds anything of its tenant, so what is reserved for it is there.
     alone: bool,
+    /// Open, or ended without a word to this worker.
+    plans: Vec<Plan>,
+    /// Sequences that left their rows by a plan.
+    away: Vec<Arc<Sequence>>,
+    /// The tenant that is topped up.
+    topped: TenantId,
+    kinds: [u64; Kind::NAMES.len()],
 }
 
 impl Worker {
+    fn did(&mut self, kind: Kind) {
+        self.kinds[kind as usize] += 1;
+    }
+
     /// One of three texts, up to where it turns into another one.
     fn prompt(&mut self) -> Vec<u32> {
         let length = 1 + self.dice.roll(30) as u32;
@@ -126,6 +200,7 @@ impl Worker {
         if self.running.len() == ROWS {
             return;
         }
+        self.did(Kind::Open);
         let tokens = self.prompt();
         let share = [(self.org, tokens.len() as u32 / 2)];
         let admit = self.dice.roll(3) == 0;
@@ -150,6 +225,7 @@ impl Worker {
     }
 
     fn step(&mut self) {
+        self.did(Kind::Step);
         let tokens = self.batch.step(None, Some(40), |step| {
             count(&self.tally.refused, step.refused.len() as u64);
             step.num_tokens
@@ -167,6 +243,7 @@ impl Worker {
 
     fn commit(&mut self) {
         while self.batch.outstanding().expect("mine") > 0 {
+            self.did(Kind::Commit);
             // As many as the step had rows; the rows of now may be fewer.
             self.batch.commit(None).expect("a step waits");
         }
@@ -179,17 +256,19 @@ impl Worker {
 
     fn close(&mut self) {
         if let Some(at) = self.pick() {
+            self.did(Kind::Close);
             let sequence = self.running.swap_remove(at);
             sequence.close().expect("mine");
         }
     }
 
     fn fork(&mut self) {
-        if let Some(at) = self.pick()
-            && self.running.len() < ROWS
-            && self.running[at].counts().expect("mine").known < MOST
-            && let Ok(fork) = self.running[at].fork()
-        {
+        let Some(at) = self.pick() else { return };
+        if self.running.len() == ROWS || self.running[at].counts().expect("mine").known >= MOST {
+            return;
+        }
+        self.did(Kind::Fork);
+        if let Ok(fork) = self.running[at].fork() {
             self.batch.add(&fork).expect("a row is free");
             self.running.push(fork);
         }
@@ -197,6 +276,7 @@ impl Worker {
 
     fn draft(&mut self) {
         let Some(at) = self.pick() else { return };
+        self.did(Kind::Draft);
         let counts = self.running[at].counts().expect("mine");
         let keep = 1 + self.dice.roll(u64::from(counts.known.max(counts.slots))) as u32;
         // Windows and states may refuse.
@@ -207,6 +287,7 @@ impl Worker {
 
     fn pin(&mut self) {
         let Some(at) = self.pick() else { return };
+        self.did(Kind::Pin);
         if let Ok(pin) = self.pool.pin(&self.running[at], 8, self.tenant, Some(50), "stress")
             && self.dice.roll(2) == 0
         {
@@ -216,6 +297,7 @@ impl Worker {
     }
 
     fn lower_face(&mut self) {
+        self.did(Kind::Face);
         let group = GroupId(0);
         let key = self.dice.roll(6);
         match self.dice.roll(6) {
@@ -275,31 +357,56 @@ impl Worker {
 
     fn clear(&mut self) {
         self.commit();
+        self.end_plans();
         self.running.drain(..).for_each(|s| s.close().expect("mine"));
         self.face.release(&std::mem::take(&mut self.owned)).expect("mine");
     }
 
-    fn work(mut self, until: Instant) {
-        while Instant::now() < until {
-            match self.dice.roll(40) {
+    fn work(mut self, until: Until) {
+        while !until.is_over(&self.kinds) {
+            match self.dice.roll(50) {
                 0..8 => self.open(),
                 8..22 => self.step(),
                 22..26 => self.close(),
                 26..28 => self.fork(),
                 28..30 => self.draft(),
                 30 if !self.alone => self.pin(),
-                31 => drop(self.pool.advance(self.dice.roll(20)).expect("a manual clock")),
+                31 => {
+                    self.did(Kind::Advance);
+                    self.pool.advance(self.dice.roll(20)).expect("a manual clock");
+                }
                 32 if self.alone => self.reserve(),
                 33 => {
                     self.commit();
                     if let Some(at) = self.pick() {
+                        self.did(Kind::KeepState);
                         let _ = self.running[at].keep_state().expect("mine");
                     }
                 }
-                _ => self.lower_face(),
+                34..40 => self.lower_face(),
+                _ => self.plan(),
             }
         }
         self.clear();
+        for (all, mine) in self.tally.kinds.iter().zip(self.kinds) {
+            count(all, mine);
+        }
+    }
+}
+
+/// How long a worker works.
+#[derive(Clone, Copy)]
+enum Until {
+    Time(Instant),
+    Operations(u64),
+}
+
+impl Until {
+    fn is_over(self, kinds: &[u64]) -> bool {
+        match self {
+            Self::Time(until) => Instant::now() >= until,
+            Self::Operations(n) => kinds.iter().sum::<u64>() >= n,
+        }
     }
 }
 
@@ -335,15 +442,20 @@ fn change(pool: &Arc<Pool>, tenant: TenantId, stop: &AtomicBool) {
     }
 }
 
-fn run(name: &str, groups: Vec<GroupSpec>, pages: u64, seed: u64, time: Duration) {
+fn run(name: &str, groups: Vec<GroupSpec>, pages: u64, length: Length) -> u64 {
+    let began = Instant::now();
+    let Length { seed, workers, time, operations } = length;
     let pool = pool(groups, pages);
     let tally = Arc::new(Tally::default());
     let mail: Arc<[AtomicU64]> = (0..6).map(|_| AtomicU64::new(0)).collect();
     let stop = Arc::new(AtomicBool::new(false));
     let org = pool.ledger().create(ROOT, "org", &Policy::default()).expect("a tenant");
+    // With pages of several sizes room may lie where others can't have it.
+    let one_size = pool.spec().sizes().iter().all(|size| *size == pool.spec().sizes()[0]);
+    let topped = pool.ledger().create(ROOT, "topped up", &Policy::default()).expect("a tenant");
     let moving = pool.ledger().create(ROOT, "moving", &Policy::default()).expect("a tenant");
     // All before the first thread: a reserve has to find room.
-    let tenants: Vec<_> = (0..WORKERS)
+    let tenants: Vec<_> = (0..workers)
         .map(|n| {
             let policy = Policy {
                 reserve: [Units(RESERVE), Units(0)],
@@ -355,7 +467,10 @@ fn run(name: &str, groups: Vec<GroupSpec>, pages: u64, seed: u64, time: Duration
             pool.ledger().create(org, &format!("t{n}"), &policy).expect("a tenant")
         })
         .collect();
-    let until = Instant::now() + time;
+    let until = match operations {
+        Some(n) => Until::Operations(n.div_ceil(workers)),
+        None => Until::Time(Instant::now() + time),
+    };
     let workers: Vec<_> = tenants
         .into_iter()
         .zip(0..)
@@ -370,7 +485,11 @@ fn run(name: &str, groups: Vec<GroupSpec>, pages: u64, seed: u64, time: Duration
                 owned: Vec::new(),
                 tally: Arc::clone(&tally),
                 mail: Arc::clone(&mail),
-                alone: n % 2 == 0,
+                alone: n % 2 == 0 && one_size,
+                plans: Vec::new(),
+                away: Vec::new(),
+                topped,
+                kinds: [0; Kind::NAMES.len()],
                 pool: Arc::clone(&pool),
             };
             thread::spawn(move || worker.work(until))
@@ -392,35 +511,62 @@ fn run(name: &str, groups: Vec<GroupSpec>, pages: u64, seed: u64, time: Duration
     changing.join().expect("the tenant beside them failed");
     // Nothing is left.
     pool.advance(1000).expect("a manual clock");
-    let balance = balanced(&pool);
-    assert_eq!((balance.held, balance.pinned), (0, 0), "{name}: {balance:?}");
+    plans::reset(&pool, topped);
+    assert!(pool.open_plans().is_empty());
+    for balance in balanced(&pool) {
+        assert_eq!((balance.held, balance.pinned), (0, 0), "{name}: {balance:?}");
+    }
     for tenant in pool.ledger().ids() {
         assert_eq!(pool.ledger().usage(Tier::Device, tenant).promised, Units(0));
+        assert_eq!(pool.ledger().usage(Tier::Host, tenant).held, Units(0));
     }
     pool.reset_prefix_cache().expect("nothing is held");
-    let balance = balanced(&pool);
-    assert_eq!((balance.cached, balance.free), (0, balance.capacity), "{name}: {balance:?}");
+    // Frames that pages have left since the last batch looked; there is no batch any more.
+    pool.reclaim_some(0);
+    for balance in balanced(&pool) {
+        assert_eq!((balance.cached, balance.free), (0, balance.capacity), "{name}: {balance:?}");
+    }
     let read = |word: &AtomicU64| word.load(Ordering::Relaxed);
     println!(
-        "{name}: {} steps, {} tokens hit, {} refused, {} shared, {} waits for a reserve, {} audits, {} of them exact",
+        "{name}: {} steps, {} tokens hit, {} refused, {} shared, {} waits for a reserve; {} pages moved, {} moves dropped, \
+         {} reports late; {} audits, {} of them exact",
         read(&tally.steps),
         read(&tally.hits),
         read(&tally.refused),
         read(&tally.shared),
         read(&tally.waited),
+        read(&tally.moved),
+        read(&tally.dropped),
+        read(&tally.late),
         read(&tally.audits),
         read(&tally.exact),
     );
+    let all = tally.kinds.iter().map(read).sum();
+    if operations.is_some() {
+        let kinds: Vec<_> =
+            tally.kinds.iter().zip(Kind::NAMES).map(|(n, name)| format!("{} {name}", read(n))).collect();
+        println!("  {all} operations in {:.1} s: {}", began.elapsed().as_secs_f64(), kinds.join(", "));
+    }
     assert!(
-        read(&tally.steps) > 0 && read(&tally.hits) > 0 && read(&tally.refused) > 0,
+        read(&tally.steps) > 0 && read(&tally.hits) > 0 && read(&tally.refused) > 0 && read(&tally.moved) > 0,
         "{name} did nothing"
     );
+    all
 }
 
-fn balanced(pool: &Pool) -> kvalloc_core::audit::Balance {
+/// How long a run is.
+#[derive(Clone, Copy)]
+struct Length {
+    seed: u64,
+    workers: u64,
+    time: Duration,
+    operations: Option<u64>,
+}
+
+fn balanced(pool: &Pool) -> [Balance; TIERS] {
     let report = pool.audit();
     assert!(report.exact && report.findings.is_empty(), "{report:#?}");
-    report.balance[0]
+    report.balance
 }
 
 fn setting(name: &str, default: u64) -> u64 {
@@ -432,11 +578,22 @@ fn main() {
     if std::env::args().skip(1).any(|arg| arg == "--list" || !arg.starts_with('-') && arg != "stress") {
         return;
     }
-    let seed = setting("KVALLOC_STRESS_SEED", 1);
-    let time = Duration::from_millis(setting("KVALLOC_STRESS_SECONDS", 18) * 1000 / 3);
-    run("full", vec![group("full", GroupKind::Full)], 40, seed, time);
-    let both = vec![group("full", GroupKind::Full), group("window", GroupKind::Window { tokens: 6 })];
-    run("full and window", both, 48, seed, time);
-    let both = vec![group("full", GroupKind::Full), group("state", GroupKind::State)];
-    run("full and state", both, 48, seed, time);
+    let operations = setting("KVALLOC_STRESS_OPERATIONS", 0);
+    let length = Length {
+        seed: setting("KVALLOC_STRESS_SEED", 1),
+        workers: setting("KVALLOC_STRESS_WORKERS", WORKERS).clamp(1, 10),
+        time: Duration::from_millis(setting("KVALLOC_STRESS_SECONDS", 20) * 1000 / 4),
+        operations: (operations > 0).then_some(operations.div_ceil(4)),
+    };
+    let of = |name: &str, kind, layers| GroupSpec { layers, ..group(name, kind) };
+    let window = GroupKind::Window { tokens: 6 };
+    let full = || group("full", GroupKind::Full);
+    let mut all = run("full", vec![full()], 40, length);
+    all += run("full and window", vec![full(), group("window", window)], 48, length);
+    all += run("full and state", vec![full(), group("state", GroupKind::State)], 48, length);
+    let sizes = vec![of("full", GroupKind::Full, 2), of("window", window, 1)];
+    all += run("full and smaller window", sizes, 40, length);
+    if operations > 0 {
+        println!("{all} operations by {} threads; every audit was green", length.workers);
+    }
 }

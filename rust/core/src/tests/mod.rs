@@ -6,7 +6,7 @@
 //! | `life.rs`, `corners.rs` | one thread, one thing at a time: what a scheduler does, and where something went wrong once |
 //! | `machine.rs`; `world.rs`, `actor.rs`, `away.rs`, `outside.rs`, `check.rs` | random operations (proptest); a simple model of the books, what is done with it, what must be true |
 //! | `device.rs` | a device made of numbers: every slot remembers which content was written to it |
-//! | `shuttle.rs` | two or three threads under random schedules |
+//! | `shuttle.rs`, `shuttle/plans.rs` | two or three threads under random schedules |
 
 #[cfg(not(kvalloc_shuttle))]
 mod actor;

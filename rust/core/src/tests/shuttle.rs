@@ -4,6 +4,8 @@
 //! shuttle runs the threads one at a time and switches at every access to a shared word, so these models find what goes
 //! wrong between two rooms; what goes wrong between two memory orderings is for loom, room by room.
 
+mod plans;
+
 use std::sync::Arc;
 
 use shuttle::thread;
