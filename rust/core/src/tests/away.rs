@@ -165,7 +165,7 @@ impl World {
 
     /// Extents for one class, or for any.
     pub(super) fn rebalance(&mut self, goal: usize, bytes: u64, max_moves: usize, dry: bool) {
-        let goal = (goal % 3 > 0).then(|| ClassId((goal % self.spec.groups().len()) as u8));
+        let goal = (!goal.is_multiple_of(3)).then(|| ClassId((goal % self.spec.groups().len()) as u8));
         let plan = self.pool.rebalance(goal, bytes, max_moves, TTL, dry).expect("a class");
         assert!(plan.moves.len() <= max_moves && plan.victims.is_empty());
         self.hand_over(plan);
