@@ -224,6 +224,19 @@ struct Place {
     tag: u32,
 }
 
+impl Hints {
+    /// The pages that come after `last` if a chain goes on as it came there from `before`: pages that were taken together
+    /// have ids in a row, up or down, and often stay together. Only a guess, which a lookup checks like any other.
+    pub(crate) fn onward(pages: &Pages, before: PageId, last: PageId) -> Option<Self> {
+        let step = i64::from(last.0) - i64::from(before.0);
+        let end = i64::from(last.0) + step * AHEAD as i64;
+        let fits = step.abs() == 1 && (0..i64::from(pages.len())).contains(&end);
+        fits.then(|| {
+            Self(std::array::from_fn(|nth| (i64::from(last.0) + step * (nth as i64 + 1)) as u32 + 1))
+        })
+    }
+}
+
 impl Index {
     /// An empty index for `pages` pages, at most [`MAX_PAGES`].
     pub(crate) fn new(pages: u32) -> Self {

@@ -99,21 +99,19 @@ impl Pool {
         if let Some(tokens) = names.tokens {
             self.pages.set_tokens(id, tokens);
         }
+        // Listed before it is INDEXED: whoever guesses its id finds nothing that may have to be taken back.
+        if !self.index.insert_into_gap(names.key, id, gap) {
+            let _ = line.transit(|w| w.unname());
+            uncount();
+            self.stats.count(lane, Counter::PublishRefused, 1);
+            return None;
+        }
         if names.continued {
             self.pages.expect_child(id);
         }
         let published =
             line.transit(|w| if w.generation() == page.generation { w.publish(proven) } else { None });
         debug_assert!(published.is_ok(), "{page:?} is held and named by the caller, and yet {published:?}");
-        if !self.index.insert_into_gap(names.key, id, gap) {
-            let _ = line.transit(|w| w.unpublish());
-            if names.continued {
-                self.pages.remove_child(id);
-            }
-            uncount();
-            self.stats.count(lane, Counter::PublishRefused, 1);
-            return None;
-        }
         news.published += 1;
         if twin.is_none() && self.events.is_on() {
             news.events.push(Event::Stored {

@@ -12,7 +12,7 @@
 
 use crate::{
     hash::ChainKey,
-    index::{AHEAD, Parent, Wanted, page_before},
+    index::{AHEAD, Hints, Parent, Wanted, page_before},
     pool::{Pool, Scratch},
     spec::GroupKind,
     word::{GroupId, Lane, PageRef, TenantId},
@@ -221,6 +221,7 @@ impl Pool {
     ) {
         let page_tokens = self.spec.page_tokens();
         let mut found = Vec::with_capacity(AHEAD);
+        let mut in_a_row = false;
         loop {
             let start = chain.seen.len() as u32;
             let some = (most - start).min(AHEAD as u32);
@@ -237,7 +238,11 @@ impl Pool {
             for (index_key, &key) in keys.iter_mut().zip(&chain.keys[start as usize + 1..]) {
                 *index_key = self.hasher.index_key(key, group);
             }
-            let hints = self.index.probe(&self.pages, &keys[..some as usize]);
+            let hints = match &chain.seen[..] {
+                [.., before, last] if in_a_row => Hints::onward(&self.pages, before.id, last.id),
+                _ => None,
+            };
+            let hints = hints.unwrap_or_else(|| self.index.probe(&self.pages, &keys[..some as usize]));
             found.clear();
             let mut parent = self.anchor_parent(prompt, chain, start);
             for (&key, (nth, page)) in keys.iter().zip((start..start + some).enumerate()) {
@@ -270,6 +275,9 @@ impl Pool {
             };
             chain.seen.truncate(start as usize + held);
             if held == some as usize {
+                // The ids of pages that were found came one after the other: so may the next ones.
+                in_a_row =
+                    found.len() > 1 && found[0].id.0.abs_diff(found[held - 1].id.0) as usize == held - 1;
                 continue;
             }
             // Where a range without the right to publish ends its hits, the tenant's own pages may go on.

@@ -100,6 +100,12 @@ impl Books {
                 let wanted = Wanted { key, scope, parent, tokens: Some(tokens) };
                 let direct = self.index.lookup(&self.pages, &wanted, Some);
                 assert_eq!(self.index.lookup_probed(&self.pages, &hints, nth, &wanted, Some), direct);
+                // A guess finds the same, right or wrong.
+                if let [.., Seen { page: before, .. }, Seen { page: last, .. }] = found[..]
+                    && let Some(guess) = Hints::onward(&self.pages, before.id, last.id)
+                {
+                    assert_eq!(self.index.lookup_probed(&self.pages, &guess, 0, &wanted, Some), direct);
+                }
                 let Some(seen) = direct else { return found };
                 parent = seen.as_parent();
                 found.push(seen);
