@@ -27,8 +27,9 @@
 //!
 //! # Invariant
 //!
-//! A page is listed under its key while it is INDEXED (or was refused). It is removed by whoever owns it LEAVING, or
-//! by its holder, before its names change. Callers: pool.rs; audit.rs reads.
+//! A page is listed under its key while it is INDEXED, and from just before: one that is refused is never INDEXED, so
+//! whoever guesses an id instead of looking it up ([`Hints::onward`]) finds listed pages only. It is removed by whoever
+//! owns it LEAVING, or by its holder, before its names change. Callers: pool.rs; audit.rs reads.
 
 use crate::{
     page::{Link, Pages},
@@ -224,6 +225,15 @@ struct Place {
     tag: u32,
 }
 
+impl Place {
+    /// The bucket with more room, and its first free slot.
+    #[inline]
+    fn roomier(self, free: [u64; 2]) -> Gap {
+        let nth = usize::from(free[1].count_ones() > free[0].count_ones());
+        Gap { bucket: self.buckets[nth], slot: slots(free[nth]).next(), tag: self.tag }
+    }
+}
+
 impl Hints {
     /// The pages that come after `last` if a chain goes on as it came there from `before`: pages that were taken together
     /// have ids in a row, up or down, and often stay together. Only a guess, which a lookup checks like any other.
@@ -291,6 +301,18 @@ impl Index {
     fn free(&self, bucket: usize) -> u64 {
         let free = |word: &AtomicU64| zero_halves(word.get());
         self.bucket(bucket).iter().enumerate().fold(0, |bits, (nth, word)| bits | free(word) >> (31 - nth))
+    }
+
+    /// [`Self::same`] and [`Self::free`] in one pass.
+    #[inline]
+    fn same_and_free(&self, bucket: usize, tag: u32) -> (u64, u64) {
+        let both = |half: u32| u64::from(half) << 32 | u64::from(half);
+        let (tag, tags) = (both(tag), both(u32::MAX << self.id_bits));
+        self.bucket(bucket).iter().enumerate().fold((0, 0), |(same, free), (nth, word)| {
+            let word = word.get();
+            let shift = 31 - nth;
+            (same | zero_halves((word ^ tag) & tags) >> shift, free | zero_halves(word) >> shift)
+        })
     }
 
     /// The page of an entry that a scan found, if the entry is still the tag's.
@@ -383,11 +405,12 @@ impl Index {
     /// both buckets does for both.
     pub(crate) fn lookup_to_insert(&self, pages: &Pages, wanted: &Wanted<'_>) -> (Option<Seen>, Gap) {
         let place = self.place(wanted.key);
-        let seen = place.buckets.iter().find_map(|&bucket| {
-            slots(self.same(bucket, place.tag))
+        let scans = place.buckets.map(|bucket| self.same_and_free(bucket, place.tag));
+        let seen = place.buckets.iter().zip(scans).find_map(|(&bucket, (same, _))| {
+            slots(same)
                 .find_map(|slot| self.page_at(bucket, slot, place.tag).and_then(|id| wanted.check(pages, id)))
         });
-        (seen, self.roomier(place))
+        (seen, place.roomier(scans.map(|(_, free)| free)))
     }
 
     /// List page `id` under `key`, in this gap if it is still one; `false`: there is no room in either bucket.
@@ -399,7 +422,7 @@ impl Index {
     pub(crate) fn insert(&self, key: u64, id: PageId) -> bool {
         let place = self.place(key);
         loop {
-            let gap = self.roomier(place);
+            let gap = place.roomier(place.buckets.map(|bucket| self.free(bucket)));
             if gap.slot.is_none() {
                 self.refused.tally(1);
                 return false;
@@ -408,14 +431,6 @@ impl Index {
                 return true;
             }
         }
-    }
-
-    /// The bucket with more room, and its first free slot.
-    #[inline]
-    fn roomier(&self, Place { buckets: [first, second], tag }: Place) -> Gap {
-        let (a, b) = (self.free(first), self.free(second));
-        let (bucket, free) = if b.count_ones() > a.count_ones() { (second, b) } else { (first, a) };
-        Gap { bucket, slot: slots(free).next(), tag }
     }
 
     fn fill(&self, Gap { bucket, slot, tag }: Gap, id: PageId) -> bool {
@@ -433,12 +448,13 @@ impl Index {
         let place = self.place(key);
         let entry = place.tag | (id.0 + 1);
         place.buckets.iter().any(|&bucket| {
-            slots(self.same(bucket, place.tag)).any(|slot| {
-                let shift = slot & 32;
+            // It stands there once, so the first that is equal ends the scan.
+            self.bucket(bucket).iter().any(|word| {
+                let now = word.get();
+                let shift = if now as u32 == entry { 0 } else { 32 };
                 let is_it = |now: u64| (now >> shift) as u32 == entry;
-                self.bucket(bucket)[slot as usize % 32]
-                    .transit(|now| is_it(now).then_some(now & !(u64::from(u32::MAX) << shift)))
-                    .is_ok()
+                is_it(now)
+                    && word.transit(|now| is_it(now).then_some(now & !(u64::from(u32::MAX) << shift))).is_ok()
             })
         })
     }
