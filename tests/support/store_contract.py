@@ -393,6 +393,44 @@ class StoreContract:
         with pytest.raises(kvalloc.ClosedError):
             store.execute(Moves())
 
+    def test_a_plan_whose_places_are_not_its_own_is_not_carried_out(self):
+        """After its end, in another pool, of a dry run: its frames may hold what others wrote since."""
+        pool, other = (pool_of(spec_of("full"), host_bytes="1MiB") for _ in range(2))
+        with self.make(pool) as store, self.make(other) as foreign, pool.batch(1, 512) as batch:
+            seq = pool.open("a", np.arange(6 * pool.spec.page_tokens))
+            batch.add(seq)
+            batch.step()
+            batch.commit([7])
+            batch.remove(seq)
+
+            def suspend():
+                return pool.suspend(seq, mode="swap")
+
+            with pytest.raises(kvalloc.PlanError, match="aborted"), suspend() as plan:
+                plan.abort()
+                store.execute(plan)
+            plan = suspend()
+            with pytest.raises(kvalloc.WrongPool):
+                foreign.execute(plan)
+            pool.advance(60)
+            with pytest.raises(kvalloc.PlanError, match="expired"):
+                store.execute(plan)
+            with pytest.raises(kvalloc.InvalidArgument, match="plan must be"):
+                store.execute(None)
+            assert store.copies == foreign.copies == 0
+            plan = suspend()
+            store.execute(plan)
+            # What was committed has left its frame, which is somebody else's now.
+            plan.commit(2)
+            store.execute(plan)
+            assert (len(plan.moves), len(plan.to_copy(pool)), store.copies) == (6, 4, 10)
+            plan.commit()
+            with pytest.raises(kvalloc.PlanError, match="committed"):
+                store.execute(plan)
+            assert store.copies == 10
+            store.execute(pool.reclaim("a", 0, dry_run=True))  # nothing to copy
+            seq.close()
+
     # -- ranks -----------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("layout", ["page_major", "layer_major"])

@@ -28,14 +28,14 @@ from typing import (
 import numpy as np
 from numpy.typing import NDArray
 
-from kvalloc._core import Batch, Pool
+from kvalloc._core import Batch, Plan, Pool
 from kvalloc.errors import ClosedError, InUse, InvalidArgument, OutOfMemory, WrongPool
 from kvalloc.layers import LayerGroup
 from kvalloc.sizes import format_bytes
 from kvalloc.spec import KVSpec
 from kvalloc.store.geometry import ClassGeometry, Plane, class_geometry
 from kvalloc.store.memory import available_bytes
-from kvalloc.store.moves import DEVICE, HOST, Moves, read_plan, runs
+from kvalloc.store.moves import DEVICE, HOST, Moves, read_moves, runs
 from kvalloc.store.steps import Rows, read_step
 from kvalloc.store.streams import Inline, Order
 
@@ -544,13 +544,15 @@ class BaseStore(ABC, Generic[A]):
         ----------
         plan : Plan
             Anything with ``moves``, int64 [n, 6]: tier (0 device, 1 host), class and frame of the source,
-            then of the destination.
+            then of the destination. Of a `Plan` only those that were not committed yet.
 
         Raises
         ------
         InvalidArgument
             A move names what is not there, or two moves meet. Nothing was copied.
-        ClosedError
+        PlanError
+            The plan has ended, or was a dry run: its places may be others' by now. Nothing was copied.
+        WrongPool, ClosedError
 
         Notes
         -----
@@ -560,7 +562,10 @@ class BaseStore(ABC, Generic[A]):
         for them. So the frames of the sources can be given away as soon as this returns.
         """
         self._live()
-        todo = read_plan(plan, (self.classes, self.host_classes))
+        if not isinstance(plan, Plan) and not hasattr(plan, "moves"):
+            raise InvalidArgument(f"plan must be a kvalloc.Plan, or have moves, not {plan!r}")
+        moves = plan.to_copy(self.pool) if isinstance(plan, Plan) else plan.moves
+        todo = read_moves(moves, (self.classes, self.host_classes))
         if todo:
             self._order.copy(lambda: self._move(todo))
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvalloc.errors import InvalidArgument
 from kvalloc.store.geometry import ClassGeometry
 
-__all__ = ["DEVICE", "HOST", "TIERS", "Moves", "read_plan", "runs"]
+__all__ = ["DEVICE", "HOST", "TIERS", "Moves", "read_moves", "runs"]
 
 DEVICE: Final = 0
 HOST: Final = 1
@@ -36,13 +36,13 @@ class Moves:
     destinations: NDArray[np.int64]
 
 
-def read_plan(plan: Any, classes: tuple[tuple[ClassGeometry, ...], ...]) -> list[Moves]:
+def read_moves(moves: Any, classes: tuple[tuple[ClassGeometry, ...], ...]) -> list[Moves]:
     """Check a plan's moves and sort them by the way they go.
 
     Parameters
     ----------
-    plan : Plan
-        Its ``moves``: int64 [n, 6], from tier, class and frame to tier, class and frame.
+    moves : int64 [n, 6]
+        From tier, class and frame to tier, class and frame.
     classes : tuple of tuple of ClassGeometry
         The classes of each tier; empty for a tier that is not there.
 
@@ -55,7 +55,7 @@ def read_plan(plan: Any, classes: tuple[tuple[ClassGeometry, ...], ...]) -> list
     InvalidArgument
         If a move names what is not there, changes the layer group, or meets another one. Nothing was copied.
     """
-    moves = np.asarray(plan.moves)
+    moves = np.asarray(moves)
     if moves.ndim != 2 or moves.shape[1] != 6 or moves.dtype.kind not in "iu":
         raise InvalidArgument(f"a plan's moves are int64 [n, 6], not {moves.dtype} {moves.shape}")
     moves = moves.astype(np.int64)

@@ -372,6 +372,16 @@ impl Pool {
         if self.give_up(lane, &entry, State::Aborted) { Ok(()) } else { Err(self.late(plan.id)) }
     }
 
+    /// The moves that nobody has committed yet: the last so many. For whoever is about to copy their bytes.
+    ///
+    /// # Errors
+    /// It has ended, or is of another pool: its places may be others' by now.
+    pub fn moves_left(&self, plan: &Plan) -> Result<usize, Error> {
+        self.expire_plans();
+        let entry = self.open_entry(plan)?;
+        entry.left().ok_or_else(|| self.late(plan.id))
+    }
+
     /// Give an open plan more time from now on: whoever copies for long says so.
     ///
     /// # Errors

@@ -18,6 +18,7 @@ use crate::{
     args, arrays,
     errors::{self, name_of},
     owner::Owner,
+    pool::Pool,
     sequence::Sequence,
 };
 
@@ -160,6 +161,17 @@ impl Plan {
     }
 }
 
+/// int64 [moves, 6]
+fn rows<'py>(py: Python<'py>, moves: &[Move]) -> PyResult<Bound<'py, PyAny>> {
+    let ends = |m: &Move| [m.from, m.to];
+    let place = |at: kvalloc_core::word::page::Location| {
+        let tier = at.tier().map_or(0, |tier| tier as i64);
+        [tier, at.class().0.into(), at.frame().0.into()]
+    };
+    let numbers: Vec<i64> = moves.iter().flat_map(ends).flat_map(place).collect();
+    arrays::int64_rows(py, &numbers, 6)
+}
+
 #[pymethods]
 impl Plan {
     /// int : Its number in the pool, never used twice; 0 for a dry run.
@@ -259,13 +271,38 @@ impl Plan {
     /// device, 1 the host.
     #[getter]
     fn moves<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let ends = |m: &Move| [m.from, m.to];
-        let place = |at: kvalloc_core::word::page::Location| {
-            let tier = at.tier().map_or(0, |tier| tier as i64);
-            [tier, at.class().0.into(), at.frame().0.into()]
-        };
-        let numbers: Vec<i64> = self.core.moves.iter().flat_map(ends).flat_map(place).collect();
-        arrays::int64_rows(py, &numbers, 6)
+        rows(py, &self.core.moves)
+    }
+
+    /// The moves that are still to be carried out, for a store that is about to copy them: all but those that were committed.
+    /// A plan that was read from bytes can't say what was, and gives all of them.
+    ///
+    /// Parameters
+    /// ----------
+    /// pool : Pool
+    ///     The store's.
+    ///
+    /// Returns
+    /// -------
+    /// numpy.ndarray
+    ///     int64 [n, 6], as `moves`.
+    ///
+    /// Raises
+    /// ------
+    /// PlanError
+    ///     It has ended, or was a dry run: its places may be others' by now.
+    /// WrongPool
+    fn to_copy<'py>(&self, py: Python<'py>, pool: &Bound<'py, Pool>) -> PyResult<Bound<'py, PyAny>> {
+        let moves = &self.core.moves;
+        let Some(owner) = &self.owner else { return rows(py, moves) };
+        let core = owner.live()?;
+        if !Arc::ptr_eq(core, &pool.get().owner.core) {
+            return Err(self.error(py, &Error::WrongPool("the plan")));
+        }
+        // Nobody's places are at stake in a plan without moves, whatever became of it.
+        let left =
+            if moves.is_empty() { 0 } else { core.moves_left(&self.core).map_err(|e| self.error(py, &e))? };
+        rows(py, &moves[moves.len() - left..])
     }
 
     /// list of Victim : What becomes of sequences, in the order in which they were taken.

@@ -58,6 +58,12 @@ impl Entry {
         PlanWord(self.0.word.get())
     }
 
+    /// How many moves nobody has taken. `None`: the plan has ended.
+    pub(super) fn left(&self) -> Option<usize> {
+        let word = self.word();
+        (word.state() == State::Open).then(|| (self.len() - word.taken()) as usize)
+    }
+
     /// The next `n` moves, for the caller to commit. `None`: the plan has ended.
     pub(super) fn take(&self, n: usize) -> Option<Range<usize>> {
         let n = n.min(MAX_MOVES as usize) as u32;
