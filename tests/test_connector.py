@@ -462,3 +462,40 @@ def test_what_an_archive_refuses(tmp_path):
     side.batch.step()
     with pytest.raises(kvalloc.InvalidArgument, match="outstanding"):
         side.archive.load(side.batch, loose)
+
+
+def test_only_what_is_in_place_and_known_is_saved(tmp_path, monkeypatch):
+    connector = FileConnector(tmp_path)
+    side = Side(SPECS["page-major"], connector)
+    first = side.open(range(1, 41))
+    side.prefill()
+    for _ in range(60):  # nobody says which tokens these are
+        side.batch.step()
+        side.batch.commit()
+    assert (first.num_tokens, first.num_written, first.num_told) == (100, 100, 2 * PAGE)
+    assert side.archive.save(first) == 2, "pages of tokens that nobody told are not kept under token 0"
+    side.batch.remove(first)
+    first.close()
+
+    second = side.open(range(101, 181))
+    side.prefill()
+    read = side.store.read_pages
+
+    def meanwhile(cls, frames):
+        """Somebody else takes the pages away between the look at the table and the copy."""
+        side.pool.suspend(second, mode="recompute", batch=side.batch).commit()
+        return read(cls, frames)
+
+    monkeypatch.setattr(side.store, "read_pages", meanwhile)
+    assert side.archive.save(second) == 0
+    with pytest.raises(kvalloc.InvalidArgument, match="suspended"):
+        side.archive.save(second)
+    assert connector.counts.put == 2
+
+
+@pytest.mark.parametrize("out", [np.zeros(500, np.uint16), np.zeros(2000, np.uint8)[::2]])
+def test_a_page_comes_into_contiguous_bytes_only(files, out):
+    files.put(key(), page())
+    with pytest.raises(kvalloc.InvalidArgument, match="contiguous"):
+        files.get(key(), out)
+    assert key() in files

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from tinypool import (
     PAGE,
     SPECS,
     STATELESS,
+    TOKENS,
+    cache,
     check,
     check_idle,
     decode,
@@ -229,6 +232,51 @@ def test_nothing_is_hit_while_it_is_away(spec):
 
 
 # ---- A: abort, failure, time-out -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["a", "b"])
+def test_g40_sessions_that_end_away_leave_room_in_the_host_tier(other):
+    """Their pages go when the room is wanted, with the cached ones on the device that only they led to."""
+    pool = two_tiers(64, 8)
+    pool.tenant("a"), pool.tenant("b")
+    for seed in range(2):
+        seq = serve(pool, "a", ids(4 * TOKENS, seed))
+        cache(pool, "a", [*ids(4 * TOKENS, seed), *ids(3 * TOKENS, 5 + seed)])  # goes on behind them
+        pool.offload(seq).commit()
+        seq.close()
+    assert host_balance(pool) == (0, 8 * PAGE, 0)
+    cache(pool, other, ids(4 * TOKENS, 9))
+    seq = serve(pool, other, ids(4 * TOKENS, 10))
+    pool.offload(seq).commit()
+    assert seq.state == "suspended"
+    assert hit(pool, other, [*ids(4 * TOKENS, 9), 1]) == 4 * TOKENS, "what can be found stays"
+    seq.close()
+    check_idle(pool)
+
+
+@pytest.mark.parametrize("way", ["out", "back"])
+def test_a1_a_plan_whose_handle_was_lost_frees_its_sequence(way):
+    """Whoever looks at the sequence finds out that the time is over, on a clock that goes by itself."""
+    pool = two_tiers(12, 12, clock="system")
+    tenant, batch = pool.tenant("a"), pool.batch(1, 200)
+    seq = serve(pool, tenant, ids(40))
+    if way == "back":
+        pool.suspend(seq, mode="swap").commit()
+    build = {"out": pool.suspend, "back": pool.resume}[way]
+    build(seq, ttl=0.001)
+    time.sleep(0.01)
+    assert seq.state == {"out": "running", "back": "suspended"}[way]
+    build(seq, ttl=0.001)
+    time.sleep(0.01)
+    if way == "out":
+        batch.add(seq)
+    else:
+        with pytest.raises(kvalloc.InvalidArgument, match="is suspended"):
+            batch.add(seq)
+    assert pool.stats().expired_plans == 2
+    batch.close()
+    seq.close()
+    check_idle(pool)
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -406,8 +406,9 @@ class StoreContract:
             def suspend():
                 return pool.suspend(seq, mode="swap")
 
-            with pytest.raises(kvalloc.PlanError, match="aborted"), suspend() as plan:
-                plan.abort()
+            plan = suspend()
+            plan.abort()
+            with pytest.raises(kvalloc.PlanError, match="aborted"):
                 store.execute(plan)
             plan = suspend()
             with pytest.raises(kvalloc.WrongPool):

@@ -111,7 +111,8 @@ class Archive:
         Parameters
         ----------
         sequence : Sequence
-            Not one that a step in progress writes to: save after its commit.
+            One that runs: the pages of a suspended one lie elsewhere. Tokens of steps that are not committed,
+            and those whose ids nobody told, are not saved.
         share, adapter, adapter_generation, extra_key
             What `Pool.open` was given for it.
 
@@ -119,21 +120,46 @@ class Archive:
         -------
         int
             Pages of it that are in the connector now, counted over the groups.
+
+        Raises
+        ------
+        InvalidArgument
+            The sequence is suspended, or on its way.
+        WrongPool, SequenceBusy, ClosedError
+
+        Notes
+        -----
+        Another thread may move pages meanwhile, by a rebalance or a suspension: those are left out.
         """
+        if sequence.state != "running":
+            raise InvalidArgument(
+                f"{sequence!r} is {sequence.state}: its pages are not all in place; resume it first"
+            )
         tokens, size = sequence.tokens, self.store.spec.page_tokens
-        full = sequence.num_written // size
+        full = min(sequence.num_written, sequence.num_told) // size
         keys = list(self._keys(sequence, tokens, full, share, adapter, adapter_generation, extra_key))
         kept = 0
         for cls in self._classes:
-            table = sequence.block_table(cls)[:full]
+            table = self._table(sequence, cls, full)
             wanted = [at for at in np.flatnonzero(table).tolist() if keys[at][cls] not in self.connector]
             kept += int(np.count_nonzero(table)) - len(wanted)
             for begin in range(0, len(wanted), _AT_ONCE):
                 places = wanted[begin : begin + _AT_ONCE]
                 content = self.store.read_pages(cls, table[places])
+                # What lies where it lay before is what was read; a frame that was left may be another page's.
+                stays = self._table(sequence, cls, full) == table
                 for at, page in zip(places, content, strict=True):
-                    kept += self.connector.put(keys[at][cls], page)
+                    if stays[at]:
+                        kept += self.connector.put(keys[at][cls], page)
         return kept
+
+    def _table(self, sequence: Sequence, cls: int, full: int) -> NDArray[np.int32]:
+        """Frames on the device of its first `full` pages; 0 for those that are elsewhere."""
+        table = np.zeros(full, dtype=np.int32)
+        if sequence.state == "running":
+            shown = sequence.block_table(cls)[:full]
+            table[: len(shown)] = shown
+        return table
 
     def load(
         self,

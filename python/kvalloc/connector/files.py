@@ -179,6 +179,10 @@ class FileConnector:
 
     def get(self, key: PageKey, out: NDArray[np.uint8]) -> bool:
         """Fill `out`, uint8 ``[bytes]``; False if the page is not there whole, with this very key."""
+        if out.dtype != np.uint8 or not out.flags.c_contiguous or not out.flags.writeable:
+            raise InvalidArgument(
+                f"out must be contiguous uint8 to write into, not {out.dtype} {out.strides}"
+            )
         path = self._path(key)
         try:
             with path.open("rb", buffering=0) as file:

@@ -160,7 +160,7 @@ impl Batch {
         let inner = &mut *try_lock(&self.shared.inner, "the batch")?;
         let _op = pool.enter(inner.lane);
         if let Place::Idle(body) = &mut *place {
-            body.check_running()?;
+            body.check_running(pool)?;
         }
         match &*place {
             Place::Closed => return Err(Error::Closed("the sequence")),

@@ -54,7 +54,7 @@ mod models;
 mod tests;
 
 use crate::{
-    page::Pages,
+    page::{Link, Pages},
     sync::{Atom, AtomicU64, Words},
     word::{PageId, PageRef, TenantId, page::PageWord},
 };
@@ -352,7 +352,8 @@ impl Orders {
     }
 
     /// Take the pages that are off the device, held by nobody and continued by nothing out of a tenant's order, wherever
-    /// they stand: `out` gets each as from [`Self::victims`]. The others keep their places. One round.
+    /// they stand, and those on the device that continue one of them, which nobody can reach either: `out` gets each as from
+    /// [`Self::victims`]. The others keep their places. One round.
     pub(crate) fn drain_away(
         &self,
         pages: &Pages,
@@ -365,8 +366,11 @@ impl Orders {
                 let Some((id, node)) = self.queue(tenant, half).pop(pages, 1).next() else { break };
                 // Nobody comes by such a page any more, so it gains no child.
                 let word = pages.read(id);
-                let lost = word.is_away() && word.is_cached() && pages.children(id) == 0;
-                if lost && let Ok(word) = pages.transit(id, |w| w.evict()) {
+                let lost = word.is_cached()
+                    && pages.children(id) == 0
+                    && (word.is_away() || continues_lost(pages, id, word));
+                let take = |w: PageWord| if w.is_away() || w == word { w.evict() } else { None };
+                if lost && let Ok(word) = pages.transit(id, take) {
                     self.word(tenant, COUNTS).minus(half.count());
                     self.spares.set(id, &node);
                     if let Some(parent) = out(id, word) {
@@ -495,6 +499,24 @@ impl Run {
             }
         }
     }
+}
+
+/// Whether a page continues one that is off the device and held by nobody, by way of others that are cached too: then
+/// nobody finds it.
+fn continues_lost(pages: &Pages, id: PageId, word: PageWord) -> bool {
+    let (mut id, mut word) = (id, word);
+    while word.is_indexed()
+        && let Link::Page(parent) = pages.link(id)
+    {
+        (id, word) = (parent.id, pages.read(parent.id));
+        if word.generation() != parent.generation || !word.is_cached() {
+            return false;
+        }
+        if word.is_away() {
+            return true;
+        }
+    }
+    false
 }
 
 fn share_of(word: u64) -> u64 {

@@ -71,7 +71,20 @@ impl Sequence {
     /// # Errors
     /// Busy, closed.
     pub fn state(&self) -> Result<State, Error> {
-        self.visit(|_, body, _| body.state())
+        self.visit(|pool, body, _| body.state(pool))
+    }
+
+    /// How many of its tokens, from the first on, have ids that somebody told. Fewer than are counted as known once a step
+    /// was committed that didn't say what it wrote: of those, whole pages that were published before.
+    ///
+    /// # Errors
+    /// Busy, closed.
+    pub fn told(&self) -> Result<u32, Error> {
+        self.visit(
+            |pool, body, _| {
+                if body.blind { body.published * pool.spec.page_tokens() } else { body.known() }
+            },
+        )
     }
 
     /// Its tokens from `from` on.
@@ -116,8 +129,8 @@ impl Sequence {
     /// # Errors
     /// Busy, closed; suspended; too many; slots were given out for tokens nobody knows.
     pub fn extend(&self, tokens: &[u32]) -> Result<(), Error> {
-        self.visit(|_, body, _| {
-            body.check_running()?;
+        self.visit(|pool, body, _| {
+            body.check_running(pool)?;
             if body.slots > body.known() && !tokens.is_empty() {
                 return Err(Error::Argument(format!(
                     "the sequence has {} tokens and slots for {}, which steps that are not committed have written: \
@@ -144,7 +157,7 @@ impl Sequence {
     /// Busy, closed; suspended; `n` is 0 or more than there are; pages it would need have been released.
     pub fn truncate(&self, n: u32) -> Result<(), Error> {
         self.visit(|pool, body, scratch| {
-            body.check_running()?;
+            body.check_running(pool)?;
             body.truncate(pool, body.lane, n, scratch)
         })?
     }
@@ -156,7 +169,7 @@ impl Sequence {
     pub fn fork(&self) -> Result<Arc<Self>, Error> {
         self.pool.check_open()?;
         let body = self.visit(|pool, body, scratch| {
-            body.check_running()?;
+            body.check_running(pool)?;
             if body.slots > body.written && (0..body.tables.len()).any(|g| pool.is_state(GroupId(g as u8))) {
                 return Err(Error::Argument(
                     "a step that is not committed is writing the fixed state; commit it before the fork"
@@ -175,7 +188,7 @@ impl Sequence {
     /// Busy, closed, suspended.
     pub fn keep_state(&self) -> Result<bool, Error> {
         self.visit(|pool, body, _| {
-            body.check_running()?;
+            body.check_running(pool)?;
             Ok(body.keep_state(pool, body.lane))
         })?
     }

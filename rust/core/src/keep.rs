@@ -42,7 +42,7 @@ impl Pool {
         let budget = self.ledger.policy(owner).map_or(Units(0), |p| p.pin_budget);
         let _op = self.enter(Lane(0));
         let pinned = sequence.visit(|pool, body, _| {
-            body.check_running()?;
+            body.check_running(pool)?;
             let end = (tokens / pool.spec.page_tokens()).min(body.published) as usize;
             let mut pinned: Vec<PageRef> = Vec::new();
             for g in (0..body.tables.len()).filter(|&g| !pool.is_state(GroupId(g as u8))) {

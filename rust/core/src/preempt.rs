@@ -337,7 +337,7 @@ impl<'a> Build<'a> {
         let (pool, wanted) = (self.pool, victim.map(|v| v.1));
         if self.dry {
             return sequence.visit(|_, body, _| {
-                body.check_running()?;
+                body.check_running(pool)?;
                 let survey = Survey { wanted, ..pool.survey(body, within) };
                 let fits = pool.check_host(body.tenant, survey.copied);
                 let mode = match fits.err().filter(|_| pool.swaps(wish, &survey)) {
@@ -351,14 +351,14 @@ impl<'a> Build<'a> {
                 Ok(())
             })?;
         }
-        sequence.visit(|_, body, _| body.check_running())??;
+        sequence.visit(|_, body, _| body.check_running(pool))??;
         let row = match batch {
             Some(batch) => batch.take_out(sequence)?,
             None => None,
         };
         let mut place = try_lock(&sequence.place, "the sequence")?;
         let body = idle(&mut place)?;
-        body.check_running()?;
+        body.check_running(pool)?;
         let survey = Survey { wanted, ..pool.survey(body, within) };
         let moves = match pool.swaps(wish, &survey).then(|| self.swap_out(body)).transpose() {
             // The device copy stays, and the ladder goes on.
@@ -416,7 +416,7 @@ impl<'a> Build<'a> {
         let (pool, lane) = (self.pool, self.lane);
         let mut place = try_lock(&sequence.place, "the sequence")?;
         let body = idle(&mut place)?;
-        let mode = match body.state() {
+        let mode = match body.state(pool) {
             State::Suspended(mode) => mode,
             State::Running => return Err(Error::Argument("the sequence is not suspended; it runs".into())),
             State::Leaving(_) | State::Returning(_) => {

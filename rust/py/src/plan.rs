@@ -157,7 +157,12 @@ impl Plan {
     }
 
     fn shown(&self) -> &'static str {
-        if self.core.is_dry() { "dry" } else { self.now().map_or("ended", State::name) }
+        match &self.owner {
+            _ if self.core.is_dry() => "dry",
+            // The books' locks are the parent's, and may be held for ever here.
+            Some(owner) if owner.live().is_err() => "ended",
+            _ => self.now().map_or("ended", State::name),
+        }
     }
 }
 

@@ -99,6 +99,14 @@ impl Sequence {
         Ok(self.counts(py)?.written)
     }
 
+    /// int : Tokens, from the first on, whose ids are certain: ``num_tokens``, or less once a step was committed that did not say
+    /// what it wrote (`tokens` has 0 for those). What is kept by content, keep up to here.
+    #[getter]
+    fn num_told(&self, py: Python<'_>) -> PyResult<u32> {
+        self.owner.live()?;
+        self.core.told().map_err(|e| self.owner.error(py, &e))
+    }
+
     /// int : Tokens of the prompt that were in the cache when it was opened: whole pages, never the last token.
     #[getter]
     fn cached_tokens(&self, py: Python<'_>) -> PyResult<u32> {

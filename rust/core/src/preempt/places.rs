@@ -118,18 +118,24 @@ impl Pool {
     }
 
     /// Pages off the device that nobody holds, and that stand in an order because it listed them, or others continued them,
-    /// when they were let go: how many ended. A round over the orders of those who have some.
+    /// when they were let go: how many ended. So do cached pages on the device that continue them, for nobody finds those. A
+    /// round over the orders of those who have some, then, if others' pages may be in the way, over all.
     pub(crate) fn drop_lost_pages(&self, lane: Lane) -> usize {
         let mut ended = 0;
         if self.lost.get() == 0 {
             return ended;
         }
-        for tenant in (0..=self.ledger.top()).map(TenantId) {
-            if self.ledger.usage(Tier::Host, tenant).cached > Units(0) {
-                self.orders.drain_away(&self.pages, tenant, |id, word| {
-                    ended += 1;
-                    self.expel(id, word)
-                });
+        for everybody in [false, true] {
+            for tenant in (0..=self.ledger.top()).map(TenantId) {
+                if everybody || self.ledger.usage(Tier::Host, tenant).cached > Units(0) {
+                    self.orders.drain_away(&self.pages, tenant, |id, word| {
+                        ended += 1;
+                        self.expel(id, word)
+                    });
+                }
+            }
+            if ended > 0 {
+                break;
             }
         }
         self.stats.count(lane, Counter::PagesReleased, ended as u64);

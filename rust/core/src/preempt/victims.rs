@@ -170,7 +170,7 @@ impl Build<'_> {
                 continue;
             }
             let seen = sequence.visit(|_, body, _| {
-                (body.state() == State::Running).then(|| (body.born, pool.survey(body, tenant)))
+                (body.state(pool) == State::Running).then(|| (body.born, pool.survey(body, tenant)))
             });
             let Ok(Some((born, survey))) = seen else { continue };
             if batch.is_some() {

@@ -82,7 +82,7 @@ pub(crate) struct Body {
     /// and the plan that has it in hand (suspend.rs).
     pub(super) passage: Option<Arc<Passage>>,
     /// Some of its tokens are not known.
-    pub(super) blind: bool,
+    pub(crate) blind: bool,
     /// Sequences that are older have a smaller number.
     pub(crate) born: u64,
 }

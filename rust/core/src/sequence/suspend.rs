@@ -95,7 +95,12 @@ impl Promises {
 }
 
 impl Body {
-    pub(crate) fn state(&mut self) -> State {
+    /// Running, suspended or on the way. A plan that has it in hand and whose time is over ends here, if nobody came by before:
+    /// its handle may be lost.
+    pub(crate) fn state(&mut self, pool: &Pool) -> State {
+        if self.passage.is_some() {
+            pool.expire_plans();
+        }
         match self.passage.as_ref().map_or(0, |passage| passage.given_up.get()) {
             NOTHING => self.passage = None,
             PARTLY => (self.passage, self.stand) = (None, State::Suspended(Mode::Swap)),
@@ -106,8 +111,8 @@ impl Body {
 
     /// # Errors
     /// It is suspended, or on the way.
-    pub(crate) fn check_running(&mut self) -> Result<(), Error> {
-        let what = match self.state() {
+    pub(crate) fn check_running(&mut self, pool: &Pool) -> Result<(), Error> {
+        let what = match self.state(pool) {
             State::Running => return Ok(()),
             State::Leaving(_) => "is being suspended; commit or abort the plan first",
             State::Suspended(_) => "is suspended; resume it first",
