@@ -276,7 +276,8 @@ def test_a1_a_plan_whose_handle_was_lost_frees_its_sequence(way):
     assert pool.stats().expired_plans == 2
     batch.close()
     seq.close()
-    check_idle(pool)
+    check(pool)
+    assert (pool.held, pool.promised, host_balance(pool)) == (0, 0, (0, 0, 0))
 
 
 @pytest.mark.parametrize("spec", SPECS)
