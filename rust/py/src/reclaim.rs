@@ -48,7 +48,6 @@ impl Pool {
     }
 
     /// Call `f` with what a call says of live sequences.
-    #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
     fn with_live<R>(
         &self,
         py: Python<'_>,
