@@ -180,6 +180,17 @@ class Pool:
         ttl: SupportsFloat = 30.0,
         dry_run: bool = False,
     ) -> Plan: ...
+    def give_back(
+        self,
+        tenant: Scope,
+        bytes: Size,
+        *,
+        batch: Batch | Iterable[Batch] | None = None,
+        sessions: Iterable[Sequence] | None = None,
+        mode: SuspendMode = "auto",
+        ttl: SupportsFloat = 30.0,
+        dry_run: bool = False,
+    ) -> Plan: ...
     def rebalance(
         self,
         bytes: Size,
@@ -261,6 +272,9 @@ class Tenant:
     def pin_used(self) -> int: ...
     @property
     def lend(self) -> bool: ...
+    @property
+    def lent(self) -> int: ...
+    def lend_unused(self) -> None: ...
     @property
     def publish(self) -> dict[str, int | None]: ...
     def set(

@@ -18,6 +18,13 @@
 //! | `ledger/policy.rs` | names, policies, rights to publish: the only part with a lock |
 //! | `ledger/error.rs` | refusals, with their numbers |
 //!
+//! # Reserves
+//!
+//! `claim(node) = max(kept, demand)`: kept is the node's reserve. Of a reserve that is lent only what its owner asked back
+//! is kept, so the rest may be charged to others. Claims say who may be charged *now*; what policies grant is bounded apart
+//! from that: at every level `sum of floors <= limit`, `floor(node) = max(reserve, sum of the children's floors)`, lent or not. So
+//! what stands in the way of a lender inside its reserve is what others have beyond theirs (reclaim/lend.rs).
+//!
 //! # The life of a unit
 //!
 //! ```text

@@ -102,6 +102,8 @@ named! {
         Prefetch = "prefetch",
         /// Pages go on in a smaller class.
         Compress = "compress",
+        /// A tenant gets back what it had lent of its reserve.
+        GiveBack = "give_back",
     }
 }
 

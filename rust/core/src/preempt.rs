@@ -46,8 +46,8 @@ mod tests;
 
 use std::sync::Arc;
 
-pub use victims::From;
 pub(crate) use victims::Turns;
+pub use victims::{For, From};
 
 use crate::{
     batch::Batch,

@@ -25,7 +25,11 @@
 //! go, so that nobody has to evict on the way to them; extents are emptied where free bytes serve other page sizes. What needs
 //! no copy is done at once. If the whole can't be had nothing is changed, and the error says what is missing.
 //!
+//! A reserve that is lent, and how it comes back: `reclaim/lend.rs`.
+//!
 //! Callers: the binding.
+
+mod lend;
 
 #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
 mod tests;
@@ -37,7 +41,7 @@ use crate::{
     ledger::{LedgerError, ROOT},
     plan::{Ending, Fault, Kind, Plan},
     pool::{Pool, Scratch},
-    preempt::{Build, Built, From, Wish},
+    preempt::{Build, Built, For, From, Wish},
     sync::Atom,
     word::{Lane, TenantId, Tier, Units, plan::State},
 };
@@ -225,7 +229,7 @@ impl Pool {
         };
         let held = "what others hold and have reserved does not come back by eviction";
         let Live::Preempt(from, wish) = live else { return Err(self.short(tenant, asked, short, held)) };
-        let from = From { spared: Some(tenant), ..from };
+        let from = From { who: For::Tenant(tenant), ..from };
         // Ask first: a row that was taken can't be put back.
         let mut ask = Build::new(self, build.lane(), Plan::new(Kind::TopUp, tenant, short), true);
         let back = ask.stop_victims(ROOT, short, from, wish)?;

@@ -185,7 +185,7 @@ impl Plan {
         self.core.id.0
     }
 
-    /// str : What it is for: "reclaim", "rebalance", "top_up", "suspend", "resume", "offload", "prefetch" or "compress".
+    /// str : What it is for: "reclaim", "rebalance", "top_up", "suspend", "resume", "offload", "prefetch", "compress" or "give_back".
     #[getter]
     fn kind(&self) -> &'static str {
         self.core.kind.name()

@@ -204,8 +204,9 @@ impl Pool {
     /// pin_budget : int or str, optional
     ///     Bytes that it may pin. Default 0: nothing.
     /// lend : bool, optional
-    ///     Whether preemptible sequences of others may run in its reserve. Default False. No effect yet: it is kept and shown, and
-    ///     no sequence is preempted.
+    ///     Whether sequences of others may run in what it does not use of its reserve. It comes back by `Pool.give_back`, from
+    ///     what others have beyond their own reserves: there with one plan, so with an engine's next step. Of the device alone;
+    ///     `host` reserves are not lent. Default False. To end it what is lent must be there; else it is refused as a reserve is.
     ///
     /// Returns
     /// -------

@@ -7,7 +7,7 @@ use kvalloc_core::{
     error::Error,
     ledger::ROOT,
     pool::Pool as CorePool,
-    preempt::{Built, From, Wish},
+    preempt::{Built, For, From, Wish},
     sequence::{Mode, Sequence as CoreSequence, State},
 };
 use pyo3::prelude::*;
@@ -330,7 +330,7 @@ impl Pool {
         let (batches, sessions) = (batches(batch)?, self::sessions(sessions)?);
         self.plan(py, |core| {
             let batches: Vec<&CoreBatch> = batches.iter().map(|b| &b.core).collect();
-            let from = From { batches: &batches, sessions: &sessions, spared: None };
+            let from = From { batches: &batches, sessions: &sessions, who: For::Anybody };
             core.preempt(tenant, bytes, from, wish, ttl, dry)
         })
     }

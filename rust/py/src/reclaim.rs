@@ -6,7 +6,7 @@ use kvalloc_core::{
     batch::Batch as CoreBatch,
     error::Error,
     ledger::ROOT,
-    preempt::From,
+    preempt::{For, From},
     reclaim::Live,
     word::{ClassId, TenantId},
 };
@@ -74,7 +74,7 @@ impl Pool {
                 None => Live::Stay,
                 Some("freeze") => Live::Freeze,
                 Some("preempt") => {
-                    Live::Preempt(From { batches: &rows, sessions: &idle, spared: None }, wish)
+                    Live::Preempt(From { batches: &rows, sessions: &idle, who: For::Anybody }, wish)
                 }
                 Some(other) => {
                     return Err(Error::Argument(format!(
@@ -245,6 +245,94 @@ impl Pool {
             }
             live => core.top_up(tenant, bytes, live, moves, ttl, dry),
         })?;
+        Ok(Plan::new(&self.owner, plan, &stopped))
+    }
+
+    /// Get bytes back that a tenant has lent of its reserve, from those who are beyond theirs.
+    ///
+    /// Parameters
+    /// ----------
+    /// tenant : Tenant or str
+    ///     Who has lent them (``lend=True``).
+    /// bytes : int or str
+    ///     How many it wants to be charged for beside what it uses; at most what its reserve has left.
+    /// batch : Batch or list of Batch, optional
+    ///     Whose rows may be taken.
+    /// sessions : list of Sequence, optional
+    ///     Sequences that stand in no batch and may go.
+    /// mode : {"auto", "swap", "recompute"}, optional
+    ///     How they stop.
+    /// ttl : float, optional
+    ///     Seconds until the plan gives up by itself. Default 30.
+    /// dry_run : bool, optional
+    ///     Only say what would be.
+    ///
+    /// Returns
+    /// -------
+    /// Plan
+    ///     ``victims`` stop; if there are none it is committed when the call returns. From the commit on the bytes can be charged
+    ///     to the tenant, and to nobody else until `Tenant.lend_unused`. An abort lends them again.
+    ///
+    /// Raises
+    /// ------
+    /// PlanError
+    ///     It can't be had: more than the reserve has left, or others hold it in what pins keep, in pages that are shared, or in
+    ///     sequences that were not given. ``shortfall`` says how many bytes are missing. Nothing was changed, nobody was stopped.
+    /// UnknownTenant, InvalidArgument, WrongPool, SequenceBusy, ClosedError
+    ///
+    /// Notes
+    /// -----
+    /// Nobody inside his own reserve is touched. Victims as `preempt` chooses them; a tenant's oldest sequence and its last
+    /// victim come last here, but they are not spared.
+    ///
+    /// Reserves, lent or not, never add up to more than there is: what is missing in one is what others have beyond theirs. So one
+    /// plan is enough, but for two cases: a thread that allocates for another tenant while the plan is being committed may come in
+    /// between; and where a level above the tenant is full as well, it takes a plan for each.
+    ///
+    /// Examples
+    /// --------
+    /// >>> pool = kvalloc.Pool(kvalloc.KVSpec.uniform(layers=4, kv_heads=2, head_dim=64), "64MiB")
+    /// >>> acme, beta = pool.tenant("acme", reserve="32MiB", lend=True), pool.tenant("beta")
+    /// >>> batch = pool.batch(max_sequences=2, max_tokens=16384)
+    /// >>> seq = pool.open(beta, range(12288))
+    /// >>> row, out = batch.add(seq), batch.step()
+    /// >>> batch.commit()
+    /// >>> beta.held >> 20, acme.lent >> 20  # it runs in acme's reserve
+    /// (48, 32)
+    /// >>> with pool.give_back(acme, "32MiB", batch=batch, mode="recompute") as plan:
+    /// ...     len(plan.victims)
+    /// 1
+    /// >>> acme.lent, beta.held
+    /// (0, 0)
+    #[pyo3(signature = (
+        tenant, bytes, *, batch = None, sessions = None, mode = None, ttl = None, dry_run = None
+    ))]
+    #[pyo3(
+        text_signature = "($self, tenant, bytes, *, batch=None, sessions=None, mode='auto', ttl=30.0, dry_run=False)"
+    )]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
+    fn give_back(
+        &self,
+        py: Python<'_>,
+        tenant: &Bound<'_, PyAny>,
+        bytes: &Bound<'_, PyAny>,
+        batch: Option<&Bound<'_, PyAny>>,
+        sessions: Option<&Bound<'_, PyAny>>,
+        mode: Option<&Bound<'_, PyAny>>,
+        ttl: Option<&Bound<'_, PyAny>>,
+        dry_run: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Plan> {
+        let core = self.owner.live()?;
+        let tenant = self.owner.tenant(tenant, None)?;
+        let bytes = args::bytes(bytes)?;
+        let (wish, ttl, dry) = (mode_or(mode)?, ttl_or(ttl)?, dry_or(dry_run)?);
+        let (rows, idle) = (batches(batch)?, self::sessions(sessions)?);
+        let built = py.detach(|| {
+            let rows: Vec<&CoreBatch> = rows.iter().map(|b| &b.core).collect();
+            let from = From { batches: &rows, sessions: &idle, who: For::Anybody };
+            core.give_back(tenant, bytes, from, wish, ttl, dry)
+        });
+        let (plan, stopped) = built.map_err(|e| self.owner.error(py, &e))?;
         Ok(Plan::new(&self.owner, plan, &stopped))
     }
 

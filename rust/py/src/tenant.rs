@@ -308,10 +308,25 @@ impl Tenant {
         Ok(core.bytes_of(core.pin_budget_used(self.id)))
     }
 
-    /// bool : Whether preemptible sequences of others may run in its reserve. No effect yet: no sequence is preempted.
+    /// bool : Whether sequences of others may run in what it does not use of its reserve (`Pool.give_back`).
     #[getter]
     fn lend(&self) -> PyResult<bool> {
         Ok(self.policy()?.lend)
+    }
+
+    /// int : Bytes of its reserve that others may have at this moment: neither in use nor given back.
+    #[getter]
+    fn lent(&self) -> PyResult<u64> {
+        Ok(self.live()?.lent(self.id))
+    }
+
+    /// Lend all that it does not use of its reserve, what was given back by `Pool.give_back` included.
+    ///
+    /// Notes
+    /// -----
+    /// Without ``lend=True`` it does nothing.
+    fn lend_unused(&self) -> PyResult<()> {
+        self.live()?.lend_unused(self.id).map_err(|e| pyo3::Python::attach(|py| self.owner.error(py, &e)))
     }
 
     /// dict of str to (int or None) : Scopes it may publish into, and the most bytes charged there (None: no bound).

@@ -125,9 +125,9 @@ impl Book {
         self.insist(|| self.tree.revive(node, n))
     }
 
-    pub(super) fn set_reserve(&self, node: TenantId, reserve: Units) -> Result<Units, Obstacle> {
+    pub(super) fn set_kept(&self, node: TenantId, kept: Units) -> Result<Units, Obstacle> {
         let before = std::cell::Cell::new(Units(0));
-        self.insist(|| self.tree.set_reserve(node, reserve).map(|reserve| before.set(reserve)))?;
+        self.insist(|| self.tree.set_kept(node, kept).map(|kept| before.set(kept)))?;
         Ok(before.get())
     }
 

@@ -22,11 +22,17 @@ struct Node {
     promised: u32,
     reserve: u32,
     limit: Option<u32>,
+    lend: bool,
+    /// What was asked back of a reserve that is lent.
+    asked_back: u32,
 }
 
 impl Node {
     fn hard(&self) -> u32 {
         self.held + self.pinned + self.promised
+    }
+    fn kept(&self) -> u32 {
+        if self.lend { self.asked_back } else { self.reserve }
     }
 }
 
@@ -57,7 +63,7 @@ impl Model {
         self.nodes[at].hard() + Self::children(at).map(|child| self.claim(child)).sum::<u32>()
     }
     fn claim(&self, at: usize) -> u32 {
-        self.demand(at).max(self.nodes[at].reserve)
+        self.demand(at).max(self.nodes[at].kept())
     }
     fn floor(&self, at: usize) -> u32 {
         Self::children(at).map(|child| self.floor(child)).sum::<u32>().max(self.nodes[at].reserve)
@@ -96,6 +102,33 @@ impl Model {
         Ok(())
     }
 
+    /// What is granted whatever is in use, lent or not, never adds up to more than there is.
+    fn check_floors(&self) {
+        for at in 0..NODES {
+            let reserves: u32 = Self::children(at).map(|child| self.floor(child)).sum();
+            assert!(reserves <= self.limit(at), "node {at}");
+        }
+    }
+
+    /// The most of its reserve that a node can keep, of `kept`.
+    fn recall(&mut self, at: usize, kept: u32) -> Result<(), ()> {
+        let asked = kept.min(self.nodes[at].reserve);
+        if !self.nodes[at].lend || asked <= self.nodes[at].asked_back {
+            return Ok(());
+        }
+        let fits = |asked_back| {
+            let mut after = self.clone();
+            after.nodes[at].asked_back = asked_back;
+            self.fits_claims(&after, at, asked_back).is_ok().then_some(after)
+        };
+        let (most, after) = (self.nodes[at].asked_back..=asked)
+            .rev()
+            .find_map(|kept| fits(kept).map(|after| (kept, after)))
+            .expect("nothing changes");
+        *self = after;
+        if most == asked { Ok(()) } else { Err(()) }
+    }
+
     /// The most that could be charged once nothing is cached.
     fn room(&self, at: usize) -> u32 {
         let mut empty = self.clone();
@@ -125,7 +158,10 @@ enum Op {
     FromPinned(usize, u32),
     ParkPinned(usize, u32),
     RevivePinned(usize, u32),
-    Policy(usize, u32, Option<u32>),
+    Policy(usize, u32, Option<u32>, bool),
+    Shift(usize, i32),
+    Recall(usize, u32),
+    Lend(usize, u32),
     Capacity(u32),
     Drain,
 }
@@ -150,7 +186,10 @@ fn op() -> impl Strategy<Value = Op> {
         1 => two.clone().prop_map(|(t, n)| Op::FromPinned(t, n)),
         1 => two.clone().prop_map(|(t, n)| Op::ParkPinned(t, n)),
         1 => two.prop_map(|(t, n)| Op::RevivePinned(t, n)),
-        3 => (1..NODES, small, limit).prop_map(|(t, reserve, limit)| Op::Policy(t, reserve, limit)),
+        3 => (1..NODES, small, limit, any::<bool>()).prop_map(|(t, r, limit, lend)| Op::Policy(t, r, limit, lend)),
+        1 => (1..NODES, -20..20i32).prop_map(|(t, by)| Op::Shift(t, by)),
+        2 => (1..NODES, 0..40u32).prop_map(|(t, n)| Op::Recall(t, n)),
+        1 => (1..NODES, 0..20u32).prop_map(|(t, n)| Op::Lend(t, n)),
         1 => (30..80u32).prop_map(Op::Capacity),
         1 => Just(Op::Drain),
     ]
@@ -264,9 +303,38 @@ impl Pair {
                     (model.nodes[t].cached + n, model.nodes[t].pinned - n);
                 ledger.park_pinned(DEV, id(t), Units(n));
             }
-            Op::Policy(t, reserve, limit) => {
-                let scale = *scale;
-                self.set_policy(t, reserve * scale, limit.map(|n| n * scale));
+            Op::Policy(t, reserve, limit, lend) => {
+                let (reserve, limit) = (reserve * *scale, limit.map(|n| n * *scale));
+                let asked_back = if model.nodes[t].lend { model.nodes[t].asked_back } else { 0 };
+                let policy = Policy {
+                    reserve: [Units(reserve), Units(0)],
+                    limit: [limit.map(Units), None],
+                    lend,
+                    ..Policy::default()
+                };
+                let ours = ledger.set_policy(id(t), &policy);
+                let node =
+                    Node { reserve, limit, lend, asked_back: asked_back.min(reserve), ..model.nodes[t] };
+                self.policy(t, node, ours);
+            }
+            Op::Shift(t, by) => {
+                let by = by * *scale as i32;
+                let ours = ledger.shift_reserve(DEV, id(t), by.into());
+                let now = model.nodes[t];
+                let reserve = now.reserve.saturating_add_signed(by);
+                let back = if now.lend { now.asked_back } else { 0 };
+                let asked_back = back.saturating_add_signed(by).min(reserve);
+                self.policy(t, Node { reserve, asked_back, ..now }, ours);
+            }
+            Op::Recall(t, n) => {
+                let n = n * *scale;
+                let right = model.recall(t, n);
+                assert_eq!(ledger.recall(DEV, id(t), Units(n)).map_err(drop), right);
+            }
+            Op::Lend(t, n) => {
+                let n = n * *scale;
+                model.nodes[t].asked_back = model.nodes[t].asked_back.min(n);
+                ledger.lend(DEV, id(t), Units(n));
             }
             Op::Capacity(capacity) => {
                 let capacity = capacity * *scale;
@@ -281,16 +349,12 @@ impl Pair {
         }
     }
 
-    fn set_policy(&mut self, t: usize, reserve: u32, limit: Option<u32>) {
+    /// Another policy and what the ledger said of it.
+    fn policy(&mut self, t: usize, node: Node, ours: Result<(), LedgerError>) {
         let model = &mut self.model;
-        let policy = Policy {
-            reserve: [Units(reserve), Units(0)],
-            limit: [limit.map(Units), None],
-            ..Policy::default()
-        };
-        let ours = self.ledger.set_policy(id(t), &policy);
         let mut after = model.clone();
-        (after.nodes[t].reserve, after.nodes[t].limit) = (reserve, limit);
+        after.nodes[t] = node;
+        let reserve = node.reserve;
         let reserves: u32 = Model::children(t).map(|child| model.floor(child)).sum();
         let limit = after.limit(t);
         if limit < reserve || limit < reserves {
@@ -318,6 +382,7 @@ impl Pair {
     /// Every number of every node.
     fn check(&self) {
         let Self { model, ledger, .. } = self;
+        model.check_floors();
         let usages: Vec<_> = (0..NODES).map(|at| ledger.usage(DEV, id(at))).collect();
         let mut with_stocks = model.clone();
         for (node, usage) in with_stocks.nodes.iter_mut().zip(&usages) {
@@ -334,6 +399,7 @@ impl Pair {
                 (node.reserve, model.limit(at))
             );
             assert_eq!(usage.subtree.0, with_stocks.charged(at), "node {at}");
+            assert_eq!(ledger.kept(DEV, id(at)).0, node.kept(), "node {at}");
             assert_eq!((usage.claim.0, usage.demand.0), (with_stocks.claim(at), with_stocks.demand(at)));
         }
         assert_eq!(ledger.faults(), 0);

@@ -77,7 +77,7 @@ fn two_charges_at_a_capacity_of_one() {
 fn a_charge_against_a_reserve() {
     loom::model(|| {
         let book = book(1, 0);
-        let won = both(&book, |b| b.tree.obtain(A, ONE).is_ok(), |b| b.tree.set_reserve(B, ONE).is_ok());
+        let won = both(&book, |b| b.tree.obtain(A, ONE).is_ok(), |b| b.tree.set_kept(B, ONE).is_ok());
         assert!(won.0 != won.1);
         assert_eq!(book.tree.claim(ROOT).claim(), ONE);
         at_rest(&book);
@@ -88,7 +88,7 @@ fn a_charge_against_a_reserve() {
 fn two_charges_across_the_reserve() {
     loom::model(|| {
         let book = book(10, 0);
-        book.tree.set_reserve(A, ONE).expect("room");
+        book.tree.set_kept(A, ONE).expect("room");
         let watch = |b: &Book| {
             let claim = b.tree.claim(A).claim();
             // Growth reaches the root first.
@@ -105,7 +105,7 @@ fn two_charges_across_the_reserve() {
 fn growth_against_shrinking_across_the_reserve() {
     loom::model(|| {
         let book = book(2, 0);
-        book.tree.set_reserve(A, ONE).expect("room");
+        book.tree.set_kept(A, ONE).expect("room");
         book.tree.obtain(A, ONE).expect("room");
         let give = |b: &Book| {
             b.tree.surrender(A, ONE);
@@ -123,8 +123,8 @@ fn growth_against_shrinking_across_the_reserve() {
 fn a_reserve_that_changes_under_a_charge() {
     loom::model(|| {
         let book = book(3, 0);
-        book.tree.set_reserve(A, Units(2)).expect("room");
-        let lower = |b: &Book| b.tree.set_reserve(A, Units(0)).is_ok();
+        book.tree.set_kept(A, Units(2)).expect("room");
+        let lower = |b: &Book| b.tree.set_kept(A, Units(0)).is_ok();
         let (_, won) = both(&book, lower, |b| b.tree.obtain(A, Units(3)).is_ok());
         at_rest(&book);
         assert!(won || book.tree.obtain(A, Units(3)).is_ok());
@@ -143,7 +143,7 @@ fn parking_makes_room_for_a_reserve() {
             // Whoever has reserved it keeps it.
             b.tree.revive(A, ONE).is_ok()
         };
-        let (back, reserved) = both(&book, park, |b| b.tree.set_reserve(B, ONE).is_ok());
+        let (back, reserved) = both(&book, park, |b| b.tree.set_kept(B, ONE).is_ok());
         assert!(back != reserved);
         at_rest(&book);
     });
@@ -306,6 +306,42 @@ fn closed_lanes_lose_nothing() {
         });
         let usage = book.usage(A);
         assert!(balanced(&usage) && usage.promised == ONE && usage.held == Units(0), "{usage:?}");
+        at_rest(&book);
+    });
+}
+
+/// A lender asks back what a borrower charges at that moment: one of them gets it, and the lender keeps what is left.
+#[test]
+fn a_recall_against_a_borrower() {
+    loom::model(|| {
+        let book = book(2, 0);
+        // Both are lent: nothing is kept.
+        book.tree.set_floor(A, Units(2), true);
+        let recalled = |b: &Book| b.tree.set_kept(A, Units(2)).is_ok();
+        let (kept, borrowed) = both(&book, recalled, |b| b.tree.obtain(B, ONE).is_ok());
+        assert!(kept != borrowed);
+        assert_eq!(book.tree.claim(A).kept(), if kept { Units(2) } else { Units(0) });
+        at_rest(&book);
+        if borrowed {
+            book.tree.surrender(B, ONE);
+            book.tree.set_kept(A, Units(2)).expect("it came back");
+        }
+        book.tree.obtain(A, Units(2)).expect("its reserve");
+        at_rest(&book);
+    });
+}
+
+/// What a lender uses and lends at one moment is never counted too low.
+#[test]
+fn a_charge_of_the_lender_while_it_lends() {
+    loom::model(|| {
+        let book = book(2, 0);
+        book.tree.set_kept(A, Units(2)).expect("room");
+        let lend = |b: &Book| b.tree.set_kept(A, Units(0)).is_ok();
+        assert_eq!(both(&book, lend, |b| b.tree.obtain(A, ONE).is_ok()), (true, true));
+        assert_eq!(book.tree.claim(ROOT).demand(), ONE);
+        at_rest(&book);
+        book.tree.obtain(B, ONE).expect("the rest is lent");
         at_rest(&book);
     });
 }

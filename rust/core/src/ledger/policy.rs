@@ -16,7 +16,7 @@ use crate::{
     ledger::{
         Ledger,
         error::{LedgerError, NameRule},
-        tree::{MAX_DEPTH, ROOT},
+        tree::{MAX_DEPTH, Obstacle, ROOT},
     },
     sync::{Atom, AtomicU64, Mutex, MutexGuard, Words, lock},
     word::{
@@ -44,7 +44,8 @@ pub struct Policy {
     pub weight: u32,
     /// 0-100. Among equals the lower gives back first.
     pub priority: u8,
-    /// Preemptible sequences of others may run in the reserve.
+    /// What is not in use of the device's reserve is lent: others may be charged for it until it is asked back
+    /// ([`Ledger::recall`]).
     pub lend: bool,
     /// Ancestors the tenant may publish into, and how many units; `None`: as many as it likes.
     pub publish: Vec<(TenantId, Option<Units>)>,
@@ -165,6 +166,12 @@ fn is_invisible(c: char) -> bool {
     )
 }
 
+/// What a policy keeps from others whatever is in use: the reserves; of one that is lent what was asked back.
+fn kept(policy: &Policy, asked_back: Units) -> [Units; TIERS] {
+    let [device, host] = policy.reserve;
+    [if policy.lend { device.min(asked_back) } else { device }, host]
+}
+
 /// Whether `name` can name a tenant.
 pub fn check_name(name: &str) -> Result<(), NameRule> {
     let broken = if name.is_empty() {
@@ -212,7 +219,7 @@ impl Ledger {
             book.tree.set_meta(tenant, MetaWord::new(parent, policy.weight, policy.priority));
             book.set_top(book.top().max(tenant.0));
         }
-        if let Err(error) = self.apply(tenant, policy) {
+        if let Err(error) = self.apply(tenant, policy, kept(policy, Units(0))) {
             self.books.iter().for_each(|book| book.tree.set_meta(tenant, MetaWord::new(parent, 1, 0).dead()));
             return Err(error);
         }
@@ -235,10 +242,11 @@ impl Ledger {
     pub fn set_policy(&self, tenant: TenantId, policy: &Policy) -> Result<(), LedgerError> {
         let _lock = self.tenants.lock();
         self.known(tenant)?;
-        self.apply(tenant, policy)
+        self.apply(tenant, policy, kept(policy, self.asked_back(tenant)))
     }
 
-    /// Move a tenant's reserve by `by`, whatever else of its policy changes beside it; it ends at 0.
+    /// Move a tenant's reserve by `by`, whatever else of its policy changes beside it; it ends at 0. What comes to a reserve that
+    /// is lent is not lent yet, and what goes is what was asked back, as far as there is some.
     ///
     /// # Errors
     /// As [`Self::set_policy`].
@@ -249,7 +257,53 @@ impl Ledger {
         let reserve = &mut policy.reserve[tier.as_usize()];
         let moved = i64::from(reserve.0).saturating_add(by).max(0);
         *reserve = Units(u32::try_from(moved).unwrap_or(u32::MAX));
-        self.apply(tenant, &policy)
+        let back = i64::from(self.asked_back(tenant).0);
+        let back = if tier == Tier::Device { back.saturating_add(by).max(0) } else { back };
+        let back = Units(u32::try_from(back).unwrap_or(u32::MAX));
+        self.apply(tenant, &policy, kept(&policy, back))
+    }
+
+    /// Keep `kept` of a reserve that is lent from others, or as much of it as they leave.
+    ///
+    /// # Errors
+    /// They have too much: the level, and how much they have to give back there.
+    pub fn recall(&self, tier: Tier, tenant: TenantId, kept: Units) -> Result<(), LedgerError> {
+        let _lock = self.tenants.lock();
+        self.known(tenant)?;
+        let book = self.book(tier);
+        let asked = kept.min(book.tree.floor(tenant).reserve());
+        let (mut most, mut refused) = (asked, Ok(()));
+        while most > book.tree.claim(tenant).kept()
+            && let Err(Obstacle { level, short, .. }) = book.set_kept(tenant, most)
+        {
+            let short = short.clamp(1, most.0);
+            most = Units(most.0 - short);
+            refused = refused.and(Err(LedgerError::Reserve { tier, asked, level, short: Units(short) }));
+        }
+        refused
+    }
+
+    /// Lend what a tenant keeps of its reserve above `kept` and does not use, if its policy lends.
+    pub fn lend(&self, tier: Tier, tenant: TenantId, kept: Units) {
+        let _lock = self.tenants.lock();
+        if tier == Tier::Device && self.lends(tenant) && kept < self.kept(tier, tenant) {
+            // Shrinking is never refused.
+            let _ = self.book(tier).set_kept(tenant, kept);
+        }
+    }
+
+    /// The reserve, or what is kept of one that is lent.
+    pub fn kept(&self, tier: Tier, tenant: TenantId) -> Units {
+        self.book(tier).tree.claim(tenant).kept()
+    }
+
+    fn lends(&self, tenant: TenantId) -> bool {
+        self.tenants.heads[tenant.as_usize()].get() & LEND != 0
+    }
+
+    /// What is kept of a reserve that is lent.
+    fn asked_back(&self, tenant: TenantId) -> Units {
+        if self.lends(tenant) { self.kept(Tier::Device, tenant) } else { Units(0) }
     }
 
     /// Change a tier's capacity. Below what is charged is no error: new charges are refused until use is below.
@@ -297,8 +351,8 @@ impl Ledger {
             let meta = book.tree.meta(tenant);
             book.tree.set_meta(tenant, meta.dead());
             // Shrinking is never refused.
-            let _ = book.tree.set_reserve(tenant, Units(0));
-            book.tree.set_floor(tenant, Units(0));
+            let _ = book.tree.set_kept(tenant, Units(0));
+            book.tree.set_floor(tenant, Units(0), false);
             book.tree.set_pin_budget(tenant, Units(0));
         }
         (0..RIGHTS).for_each(|depth| self.tenants.right(tenant, depth).put(0));
@@ -315,9 +369,9 @@ impl Ledger {
         }
     }
 
-    /// Check a policy by itself and against the other policies, then let the reserves grow (which use may refuse), and only
+    /// Check a policy by itself and against the other policies, then let what is kept grow (which use may refuse), and only
     /// then do what can't be refused.
-    fn apply(&self, tenant: TenantId, policy: &Policy) -> Result<(), LedgerError> {
+    fn apply(&self, tenant: TenantId, policy: &Policy, kept: [Units; TIERS]) -> Result<(), LedgerError> {
         if policy.weight == 0 {
             return Err(LedgerError::Weight);
         }
@@ -333,30 +387,30 @@ impl Ledger {
         for tier in Tier::ALL {
             self.check_limits(tier, tenant, policy)?;
         }
-        let before = self.books.each_ref().map(|book| book.tree.claim(tenant).reserve());
+        let before = self.books.each_ref().map(|book| book.tree.claim(tenant).kept());
         let limits = self.books.each_ref().map(|book| book.tree.usage(tenant).limit());
         // A limit that is to rise must do so before a reserve grows up to it.
         for ((book, limit), new) in self.books.iter().zip(limits).zip(policy.limit) {
             book.set_limit(tenant, limit.max(new.unwrap_or(NONE)));
         }
         for tier in Tier::ALL {
-            let (i, reserve) = (tier.as_usize(), policy.reserve[tier.as_usize()]);
-            if reserve > before[i]
-                && let Err(obstacle) = self.books[i].set_reserve(tenant, reserve)
+            let i = tier.as_usize();
+            if kept[i] > before[i]
+                && let Err(obstacle) = self.books[i].set_kept(tenant, kept[i])
             {
                 for (j, book) in self.books.iter().enumerate() {
-                    if j < i && policy.reserve[j] > before[j] {
-                        let _ = book.tree.set_reserve(tenant, before[j]);
+                    if j < i && kept[j] > before[j] {
+                        let _ = book.tree.set_kept(tenant, before[j]);
                     }
                     book.set_limit(tenant, limits[j]);
                 }
                 let (level, short) = (obstacle.level, Units(obstacle.short));
-                return Err(LedgerError::Reserve { tier, asked: reserve, level, short });
+                return Err(LedgerError::Reserve { tier, asked: policy.reserve[i], level, short });
             }
         }
         for (i, book) in self.books.iter().enumerate() {
-            let _ = book.tree.set_reserve(tenant, policy.reserve[i]);
-            book.tree.set_floor(tenant, policy.reserve[i]);
+            let _ = book.tree.set_kept(tenant, kept[i]);
+            book.tree.set_floor(tenant, policy.reserve[i], policy.lend && i == Tier::Device.as_usize());
             book.set_limit(tenant, policy.limit[i].unwrap_or(NONE));
             book.tree.set_pin_budget(tenant, policy.pin_budget);
             let parent = book.tree.meta(tenant).parent();
@@ -393,7 +447,7 @@ impl Ledger {
                 return Err(LedgerError::Reserve { tier, asked: reserve, level: parent, short });
             }
             old = tree.floor(parent).floor();
-            new = Units(sum as u32).max(tree.claim(parent).reserve());
+            new = Units(sum as u32).max(tree.floor(parent).reserve());
             level = parent;
         }
         Ok(())
@@ -458,14 +512,14 @@ impl Ledger {
         });
         let (weight, priority) = self.rank(tenant);
         Some(Policy {
-            reserve: self.books.each_ref().map(|book| book.tree.claim(tenant).reserve()),
+            reserve: self.books.each_ref().map(|book| book.tree.floor(tenant).reserve()),
             limit: self
                 .books
                 .each_ref()
                 .map(|book| Some(book.tree.usage(tenant).limit()).filter(|&limit| limit != NONE)),
             weight,
             priority,
-            lend: self.tenants.heads[tenant.as_usize()].get() & LEND != 0,
+            lend: self.lends(tenant),
             publish: publish.collect(),
             pin_budget: self.books[0].tree.pin_budget(tenant),
         })

@@ -5,17 +5,18 @@
 //! | word | content | moved by |
 //! | --- | --- | --- |
 //! | 0 | [`UsageWord`]: charged to the subtree, limit | a walk from the node to the root |
-//! | 1 | [`ClaimWord`]: demand, reserve | a walk upward that ends where the claim does not change |
+//! | 1 | [`ClaimWord`]: demand, kept | a walk upward that ends where the claim does not change |
 //! | 2 | [`OwnWord`]: own hard and cached units | every operation of this file |
 //! | 3 | [`CountWord`]: own pinned units | pins |
 //! | 4 | [`CountWord`]: own promised units booked while the lanes were closed | stock.rs |
 //! | 5 | [`MetaWord`]: parent, weight, priority, live | policy.rs |
-//! | 6 | [`FloorWord`]: reserves of the node and below | policy.rs |
+//! | 6 | [`FloorWord`]: reserves of the node and below, lent or not | policy.rs |
 //! | 7 | [`UsageWord`]: pinned units against the pin budget | pins |
 //!
 //! # Rules
 //!
-//! `claim(node) = max(reserve, demand)`, `demand(node) = own hard + sum of the children's claims`. At every level: a charge
+//! `claim(node) = max(kept, demand)`, `demand(node) = own hard + sum of the children's claims`; kept is the reserve, or of one
+//! that is lent what was asked back. At every level: a charge
 //! may not lift `charged` above the limit, and growth may not lift `claim` above it either; the root's limit is the
 //! capacity. (A limit that were checked against charges alone would let one child's held pages fill the place that
 //! another child has reserved below the same limit.)
@@ -84,13 +85,17 @@ impl std::ops::Deref for Path {
 #[derive(Debug)]
 pub(super) struct Tree {
     words: Words,
+    /// A [`FloorWord`] of each node, as in its line but without reserves that are lent: read by admission alone.
+    unlent: Words,
     /// Bookings that would have taken more than there was: a caller's fault. They change nothing.
     faults: AtomicU64,
 }
 
 impl Tree {
     pub(super) fn new(nodes: u32, capacity: Units) -> Self {
-        let tree = Self { words: Words::zeroed(nodes as usize * STRIDE), faults: AtomicU64::new(0) };
+        let nodes = nodes as usize;
+        let (words, unlent) = (Words::zeroed(nodes * STRIDE), Words::zeroed(nodes));
+        let tree = Self { words, unlent, faults: AtomicU64::new(0) };
         tree.at(ROOT, USAGE).put(UsageWord::new(capacity).0);
         tree.set_meta(ROOT, MetaWord::new(ROOT, 1, 0));
         tree
@@ -126,6 +131,10 @@ impl Tree {
     }
     pub(super) fn floor(&self, node: TenantId) -> FloorWord {
         FloorWord(self.at(node, FLOOR).get())
+    }
+    /// As [`Self::floor`], without reserves that are lent.
+    pub(super) fn unlent(&self, node: TenantId) -> FloorWord {
+        FloorWord(self.unlent[node.as_usize()].get())
     }
     pub(super) fn faults(&self) -> u64 {
         self.faults.get()
@@ -375,19 +384,24 @@ impl Tree {
     pub(super) fn set_pin_budget(&self, node: TenantId, budget: Units) {
         let _ = self.at(node, PINS).transit(|w| Some(UsageWord(w).with_limit(budget).0));
     }
-    /// The reserve before.
-    pub(super) fn set_reserve(&self, node: TenantId, reserve: Units) -> Result<Units, Obstacle> {
-        self.raise(node, |w| Some(w.with_reserve(reserve))).map(ClaimWord::reserve)
+    /// What was kept before.
+    pub(super) fn set_kept(&self, node: TenantId, kept: Units) -> Result<Units, Obstacle> {
+        self.raise(node, |w| Some(w.with_kept(kept))).map(ClaimWord::kept)
     }
-    /// Write a node's floor and carry the difference to the root.
-    pub(super) fn set_floor(&self, node: TenantId, reserve: Units) {
-        let (mut level, mut floor) = (node, FloorWord::new(reserve, self.floor(node).children()));
+    /// Write a node's floors and carry the differences to the root.
+    pub(super) fn set_floor(&self, node: TenantId, reserve: Units, lends: bool) {
+        self.carry(node, reserve, |level| self.at(level, FLOOR));
+        self.carry(node, if lends { Units(0) } else { reserve }, |level| &self.unlent[level.as_usize()]);
+    }
+    fn carry<'a>(&self, node: TenantId, reserve: Units, word: impl Fn(TenantId) -> &'a AtomicU64) {
+        let floor = |level| FloorWord(word(level).get());
+        let (mut level, mut next) = (node, FloorWord::new(reserve, floor(node).children()));
         loop {
-            let before = FloorWord(self.at(level, FLOOR).get());
-            self.at(level, FLOOR).put(floor.0);
+            let before = floor(level);
+            word(level).put(next.0);
             let Some(parent) = self.above(level) else { return };
-            let sum = self.floor(parent).children().0 - before.floor().0 + floor.floor().0;
-            floor = FloorWord::new(self.claim(parent).reserve(), Units(sum));
+            let sum = floor(parent).children().0 - before.floor().0 + next.floor().0;
+            next = FloorWord::new(floor(parent).reserve(), Units(sum));
             level = parent;
         }
     }

@@ -34,7 +34,7 @@ pub struct Usage {
     pub missing: Units,
     /// Charged to the whole subtree, stocks and promises included. Read beside the snapshot, not in it.
     pub subtree: Units,
-    /// What the subtree keeps from others: `max(reserve, demand)`.
+    /// What the subtree keeps from others: `max(reserve, demand)`; of a reserve that is lent, what was asked back of it.
     pub claim: Units,
     /// Own hard units and the claims of the children.
     pub demand: Units,
@@ -141,7 +141,7 @@ impl Book {
             subtree: usage.charged(),
             claim: claim.claim(),
             demand: claim.demand(),
-            reserve: claim.reserve(),
+            reserve: self.tree.floor(node).reserve(),
             limit: Some(usage.limit()).filter(|limit| limit.0 != u32::MAX),
             merged: lanes.is_none(),
         }
@@ -172,7 +172,7 @@ impl Book {
             tighten(&mut now, limit.saturating_sub(u64::from(claim.demand().0)), level);
             tighten(&mut unreclaimed, u64::from(usage.room().0), level);
             let others =
-                self.tree.floor(parent).children().0.saturating_sub(self.tree.floor(level).floor().0);
+                self.tree.unlent(parent).children().0.saturating_sub(self.tree.unlent(level).floor().0);
             let left = ever.0.saturating_sub(u64::from(others));
             tighten(&mut ever, left, parent);
             tighten(&mut ever, limit, level);
@@ -186,7 +186,7 @@ impl Book {
         }
         tighten(&mut unreclaimed, now.0, now.1);
         let mut own = ever;
-        tighten(&mut own, ever.0.saturating_sub(u64::from(self.tree.floor(node).children().0)), node);
+        tighten(&mut own, ever.0.saturating_sub(u64::from(self.tree.unlent(node).children().0)), node);
         let units = |n: u64| Units(n.min(u64::from(capacity.0)) as u32);
         Room {
             now: units(now.0),
@@ -241,7 +241,7 @@ impl Book {
             Some(&node) => {
                 let meta = self.tree.meta(node);
                 let over = i64::from(self.tree.usage(node).charged().0);
-                let reserve = i64::from(self.tree.claim(node).reserve().0);
+                let reserve = i64::from(self.tree.floor(node).reserve().0);
                 (over - reserve, meta.weight().max(1), meta.priority(), node)
             }
             None => {

@@ -629,7 +629,7 @@ fn victims_of_one_tenant() {
     let from = From {
         batches: &[&mine],
         sessions: &[Arc::clone(&idle), Arc::clone(&sequences[0][1])],
-        spared: None,
+        who: For::Anybody,
     };
     let ask = |pages, dry| pool.preempt(t, pool.bytes(pages), from, Wish::Auto, TTL, dry).expect("sound");
     let n = numbers(&sequences[0]);
@@ -686,7 +686,7 @@ fn victims_across_tenants() {
     let mine = batch(&pool, 16, 64);
     let [low, over, heavy]: [Vec<_>; 3] =
         crowd(&pool, &mine, &[(low, 2), (over, 4), (heavy, 9)]).try_into().expect("three");
-    let from = From { batches: &[&mine], sessions: &[], spared: None };
+    let from = From { batches: &[&mine], sessions: &[], who: For::Anybody };
     let built = pool.preempt(org, pool.bytes(5), from, Wish::Auto, TTL, false).expect("sound");
     let (o, h) = (numbers(&over), numbers(&heavy));
     // 4 against 9/4, 3 against 9/4, 2 against 9/4, 2 against 8/4: equal, and the younger goes.

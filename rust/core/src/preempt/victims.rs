@@ -9,8 +9,12 @@
 //! 5. the youngest.
 //!
 //! Two are spared, whatever is missing then: the oldest running sequence of a tenant, which so makes progress, and the
-//! sequence that was its tenant's last victim, which so is not the next one again. A sequence that somebody else is using at
-//! that moment is passed by.
+//! sequence that was its tenant's last victim, which so is not the next one again. Where a reserve that was lent is asked back
+//! they come last instead ([`For::Lender`]): nobody makes progress at the expense of a reserve. A sequence that somebody else
+//! is using at that moment is passed by.
+//!
+//! When it is for a tenant, only what lies beyond reserves counts: a tenant inside its own, or below one that is inside its
+//! own, is not touched, for what it gave up would stay reserved for it.
 //!
 //! Callers: preempt.rs, reclaim.rs.
 
@@ -53,8 +57,28 @@ pub struct From<'a> {
     pub batches: &'a [&'a Batch],
     /// Sequences that stand in no batch.
     pub sessions: &'a [Arc<Sequence>],
-    /// Whose sequences are not touched, and those of tenants below it.
-    pub spared: Option<TenantId>,
+    /// For whom.
+    pub who: For,
+}
+
+/// For whom sequences stop.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum For {
+    /// For nobody named.
+    Anybody,
+    /// For this tenant, which wants more than it has: its own sequences, and those of tenants below it, are not touched.
+    Tenant(TenantId),
+    /// The same, for its own reserve, which is lent.
+    Lender(TenantId),
+}
+
+impl For {
+    fn tenant(self) -> Option<TenantId> {
+        match self {
+            Self::Anybody => None,
+            Self::Tenant(tenant) | Self::Lender(tenant) => Some(tenant),
+        }
+    }
 }
 
 struct Candidate<'a> {
@@ -62,6 +86,8 @@ struct Candidate<'a> {
     batch: Option<&'a Batch>,
     tenant: TenantId,
     born: u64,
+    /// The oldest of its tenant, or the last victim.
+    favoured: bool,
     priority: u8,
     survey: Survey,
     /// Nanoseconds to restore it.
@@ -82,7 +108,45 @@ impl OverUse {
     }
 }
 
+/// Bytes that each node below a level has in demand beyond its reserve, less what goes already.
+struct Surplus<'a> {
+    pool: &'a Pool,
+    level: TenantId,
+    bytes: HashMap<TenantId, u64>,
+}
+
+impl<'a> Surplus<'a> {
+    fn new(pool: &'a Pool, level: TenantId) -> Self {
+        Self { pool, level, bytes: HashMap::new() }
+    }
+
+    fn path(&self, tenant: TenantId) -> impl Iterator<Item = TenantId> + use<'a> {
+        let (pool, level) = (self.pool, self.level);
+        std::iter::successors(Some(tenant), |&at| pool.ledger.parent(at)).take_while(move |&at| at != level)
+    }
+
+    /// How much of what a tenant gives up reaches the level.
+    fn of(&mut self, tenant: TenantId) -> u64 {
+        let path = self.path(tenant);
+        path.map(|at| *self.bytes.entry(at).or_insert_with(|| self.pool.beyond_reserve(at)))
+            .min()
+            .unwrap_or(u64::MAX)
+    }
+
+    fn take(&mut self, tenant: TenantId, bytes: u64) {
+        for at in self.path(tenant) {
+            let left = self.bytes.entry(at).or_insert_with(|| self.pool.beyond_reserve(at));
+            *left = left.saturating_sub(bytes);
+        }
+    }
+}
+
 impl Pool {
+    fn beyond_reserve(&self, tenant: TenantId) -> u64 {
+        let usage = self.ledger.usage(Tier::Device, tenant);
+        self.bytes(usage.demand.0.saturating_sub(usage.reserve.0))
+    }
+
     /// Stop sequences of the subtree of `tenant` (the root's: anybody's) until `bytes` come back. The plan says what is
     /// missing.
     ///
@@ -123,12 +187,17 @@ impl Build<'_> {
         let mut candidates = self.candidates(tenant, from)?;
         let mut over: HashMap<TenantId, OverUse> =
             candidates.iter().map(|c| (c.tenant, self.over_use(c.tenant))).collect();
+        let mut surplus = from.who.tenant().map(|_| Surplus::new(self.pool, tenant));
         let mut back = 0;
         while back < bytes
             && let Some(first) =
                 candidates.iter().enumerate().min_by(|a, b| order(a.1, b.1, &over)).map(|c| c.0)
         {
             let chosen = candidates.swap_remove(first);
+            let most = surplus.as_mut().map_or(u64::MAX, |surplus| surplus.of(chosen.tenant));
+            if most == 0 {
+                continue;
+            }
             let before = self.plan.rungs.sum();
             // What is in use at this moment, or went another way, is passed by.
             let victim = Some((chosen.tenant, bytes - back));
@@ -136,7 +205,10 @@ impl Build<'_> {
                 continue;
             }
             let got = self.plan.rungs.sum() - before;
-            back += got;
+            back += got.min(most);
+            if let Some(surplus) = &mut surplus {
+                surplus.take(chosen.tenant, got);
+            }
             if let Some(over) = over.get_mut(&chosen.tenant) {
                 over.units -= (got / self.pool.spec.unit()) as i64;
             }
@@ -164,7 +236,7 @@ impl Build<'_> {
             }
             let owner = sequence.tenant();
             if !pool.ledger.is_under(owner, tenant)
-                || from.spared.is_some_and(|spared| pool.ledger.is_under(owner, spared))
+                || from.who.tenant().is_some_and(|spared| pool.ledger.is_under(owner, spared))
                 || found.iter().any(|c| Arc::ptr_eq(&c.sequence, &sequence))
             {
                 continue;
@@ -178,13 +250,14 @@ impl Build<'_> {
             }
             let priority = pool.ledger.policy(owner).map_or(0, |policy| policy.priority);
             let cost = pool.costs(&survey).least();
-            found.push(Candidate { sequence, batch, tenant: owner, born, priority, survey, cost });
+            let favoured = pool.victims.was(owner) == Some(born);
+            found.push(Candidate { sequence, batch, tenant: owner, born, favoured, priority, survey, cost });
         }
-        found.retain(|c| {
-            let spared = c.batch.is_some() && oldest.get(&c.tenant) == Some(&c.born);
-            let again = pool.victims.was(c.tenant) == Some(c.born);
-            !spared && !again && c.survey.back() > 0
-        });
+        for c in &mut found {
+            c.favoured |= c.batch.is_some() && oldest.get(&c.tenant) == Some(&c.born);
+        }
+        let all = matches!(from.who, For::Lender(_));
+        found.retain(|c| (all || !c.favoured) && c.survey.back() > 0);
         Ok(found)
     }
 
@@ -198,7 +271,8 @@ impl Build<'_> {
 /// Who goes first.
 fn order(a: &Candidate<'_>, b: &Candidate<'_>, over: &HashMap<TenantId, OverUse>) -> Ordering {
     let per_byte = |x: &Candidate<'_>, y: &Candidate<'_>| u128::from(x.cost) * u128::from(y.survey.back());
-    (a.batch.is_some().cmp(&b.batch.is_some()))
+    (a.favoured.cmp(&b.favoured))
+        .then(a.batch.is_some().cmp(&b.batch.is_some()))
         .then(a.priority.cmp(&b.priority))
         .then_with(|| match (over.get(&a.tenant), over.get(&b.tenant)) {
             (Some(a), Some(b)) => b.cmp(*a),

@@ -6,6 +6,7 @@ use crate::{
     batch::Batch,
     face::Pages,
     ledger::Policy,
+    preempt::For,
     sequence::{Open, Sequence},
     spec::GroupKind::{Full, Window},
     tests::build::{batch, empty, green, plain_tenant, pool, relocate, spec, tenant},
@@ -245,7 +246,7 @@ fn what_can_not_be_had_is_told_to_the_byte_and_changes_nothing() {
     assert_eq!(short(ask(10, Live::Stay)), 2);
     assert_eq!((pool.audit(), reserve(&pool, b)), (before, 0));
     // Sequences that nobody runs leave for it; more than they are is missing all the same.
-    let from = |sessions| From { batches: &[], sessions, spared: None };
+    let from = |sessions| From { batches: &[], sessions, who: For::Anybody };
     assert_eq!(short(ask(20, Live::Preempt(from(&held[..2]), Wish::Recompute))), 6);
     assert_eq!(reserve(&pool, b), 0);
     let (plan, stopped) = ask(10, Live::Preempt(from(&held[..2]), Wish::Recompute)).expect("one is enough");
@@ -298,4 +299,125 @@ fn case_35_a_top_up_over_two_sizes() {
     assert_eq!(relocate(&pool, kept[0], |_, _| ()), None, "it has gone");
     drop(rows);
     empty(&pool);
+}
+
+/// A pool of 40 pages; the lender has reserved 30 of them.
+fn lent() -> (Arc<Pool>, TenantId, TenantId, u64) {
+    let pool = pool(spec(&[(Full, 1)]), 40);
+    let reserve = Policy { reserve: [Units(30), Units(0)], lend: true, ..Policy::default() };
+    let (lender, other) = (tenant(&pool, ROOT, "lender", &reserve), plain_tenant(&pool, "other"));
+    let page = pool.spec().sizes()[0];
+    (pool, lender, other, page)
+}
+
+fn borrowers(pool: &Arc<Pool>, b: &Batch, t: TenantId, n: u32, pages: u32) -> Vec<Arc<Sequence>> {
+    let open = |i| {
+        let tokens = (1000 * i..1000 * i + 4 * pages).collect();
+        let seq = pool.open(t, Open { tokens, ..Open::default() }).expect("open");
+        b.add(&seq).expect("row");
+        seq
+    };
+    let all = (1..=n).map(open).collect();
+    assert!(run(b).is_empty());
+    all
+}
+
+#[test]
+fn a_lent_reserve_is_there_after_one_plan() {
+    let (pool, lender, other, page) = lent();
+    let b = batch(&pool, 8, 200);
+    let all = borrowers(&pool, &b, other, 4, 9);
+    assert_eq!(pool.lent(lender), 30 * page);
+    let prompt = |pages: u32| Open { tokens: (0..4 * pages).collect(), admit: true, ..Open::default() };
+    assert!(pool.open(lender, prompt(20)).is_err());
+    let from = From { batches: &[&b], sessions: &[], who: For::Anybody };
+    let before = pool.audit();
+    // Only asked, and given up: as it was.
+    let (dry, _) = pool.give_back(lender, 20 * page, from, Wish::Recompute, TTL, true).expect("a plan");
+    assert_eq!((dry.victims.len(), pool.audit() == before), (2, true));
+    assert_eq!(pool.lent(lender), 30 * page);
+    let (plan, _) = pool.give_back(lender, 20 * page, from, Wish::Recompute, TTL, false).expect("a plan");
+    let gone: Vec<u64> = plan.victims.iter().map(|v| v.sequence).collect();
+    // What fits is kept from here on: nobody comes in between.
+    let more = Open { tokens: (9000..9012).collect(), admit: true, ..Open::default() };
+    assert!(pool.open(other, more.clone()).is_err());
+    pool.commit_plan(&plan).expect("open");
+    green(&pool);
+    assert_eq!((gone.len(), pool.lent(lender)), (2, 10 * page));
+    assert!(pool.open(other, more.clone()).is_err(), "kept until it is lent again");
+    let seq = pool.open(lender, prompt(20)).expect("there at once");
+    pool.lend_unused(lender).expect("open");
+    assert_eq!((pool.lent(lender), pool.ledger().kept(Tier::Device, lender)), (10 * page, Units(0)));
+    b.add(&seq).expect("row");
+    assert!(run(&b).is_empty());
+    // The two that are left, the oldest too: for a lender nobody is spared.
+    let (plan, _) = pool.give_back(lender, 10 * page, from, Wish::Recompute, TTL, false).expect("a plan");
+    pool.commit_plan(&plan).expect("open");
+    assert_eq!(plan.victims.len(), 1);
+    assert_eq!(pool.ledger().usage(Tier::Device, other).held, Units(10));
+    // Now its reserve is its own again.
+    pool.ledger()
+        .set_policy(lender, &Policy { reserve: [Units(30), Units(0)], ..Policy::default() })
+        .expect("kept");
+    green(&pool);
+    drop(all);
+}
+
+#[test]
+fn what_was_lent_and_does_not_come_back_is_told() {
+    let (pool, lender, other, page) = lent();
+    let b = batch(&pool, 8, 200);
+    let safe = Policy { reserve: [Units(10), Units(0)], ..Policy::default() };
+    let quiet = tenant(&pool, ROOT, "quiet", &safe);
+    let inside = borrowers(&pool, &b, quiet, 1, 9);
+    let all = borrowers(&pool, &b, other, 3, 9);
+    let from = From { batches: &[&b], sessions: &[], who: For::Anybody };
+    let ask = |bytes, from| pool.give_back(lender, bytes, from, Wish::Recompute, TTL, false).map(drop);
+    let missing = |answer| match answer {
+        Err(Error::Plan(Fault::Short { short, .. })) => short,
+        other => panic!("{other:?}"),
+    };
+    let before = pool.audit();
+    assert_eq!(missing(ask(31 * page, from)), page);
+    let nobody = From { batches: &[], sessions: &[], who: For::Anybody };
+    assert_eq!(missing(ask(30 * page, nobody)), 27 * page);
+    let error = pool
+        .ledger()
+        .set_policy(lender, &Policy { lend: false, ..pool.ledger().policy(lender).expect("there") });
+    assert!(matches!(error, Err(LedgerError::Reserve { short: Units(27), .. })), "{error:?}");
+    assert_eq!((pool.audit(), pool.lent(lender)), (before, 30 * page));
+    // All of it, and none of what lies inside a reserve.
+    let (plan, _) = pool.give_back(lender, 30 * page, from, Wish::Recompute, TTL, false).expect("a plan");
+    pool.abort_plan(&plan).expect("open");
+    assert_eq!(pool.lent(lender), 30 * page);
+    green(&pool);
+    // Those have no row now.
+    let sessions: Vec<_> = all.clone();
+    let from = From { sessions: &sessions, ..from };
+    let (plan, _) = pool.give_back(lender, 30 * page, from, Wish::Recompute, TTL, false).expect("a plan");
+    pool.commit_plan(&plan).expect("open");
+    assert_eq!((plan.victims.len(), pool.lent(lender)), (3, 0));
+    assert_eq!(pool.ledger().usage(Tier::Device, quiet).held, Units(10));
+    green(&pool);
+    drop(inside);
+}
+
+#[test]
+fn a_reserve_below_a_reserve_is_nobodys_to_take() {
+    let (pool, lender, _, page) = lent();
+    let reserve = Policy { reserve: [Units(8), Units(0)], ..Policy::default() };
+    let org = tenant(&pool, ROOT, "org", &reserve);
+    let user = tenant(&pool, org, "user", &Policy::default());
+    let b = batch(&pool, 8, 200);
+    let all = borrowers(&pool, &b, user, 4, 9);
+    let from = From { batches: &[&b], sessions: &[], who: For::Anybody };
+    // 36 are held, 8 of them inside the org's reserve: with two victims 18 of 28 come back.
+    let (plan, _) = pool.give_back(lender, 22 * page, from, Wish::Recompute, TTL, false).expect("a plan");
+    pool.commit_plan(&plan).expect("open");
+    assert_eq!((plan.victims.len(), pool.lent(lender)), (2, 8 * page));
+    let (plan, _) = pool.give_back(lender, 30 * page, from, Wish::Recompute, TTL, false).expect("a plan");
+    pool.commit_plan(&plan).expect("open");
+    assert_eq!(pool.lent(lender), 0);
+    green(&pool);
+    drop(all);
 }

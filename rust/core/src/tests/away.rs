@@ -9,7 +9,7 @@ use crate::{
     batch::Batch,
     error::Error,
     plan::{Fate, Fault, Plan},
-    preempt::{Built, From, Wish},
+    preempt::{Built, For, From, Wish},
     reclaim::Live,
     sequence::{Mode, State},
     word::{ClassId, FrameId, PageId, PageRef, TenantId, Tier, page::Location, plan::State as Ended},
@@ -146,7 +146,7 @@ impl World {
         let batches = if which.is_multiple_of(2) { &batches[..] } else { &[] };
         let idle = self.sequences.values().filter(|m| m.batch.is_none()).map(|m| Arc::clone(&m.handle));
         let sessions: Vec<_> = if which.is_multiple_of(5) { Vec::new() } else { idle.collect() };
-        let from = From { batches, sessions: &sessions, spared: None };
+        let from = From { batches, sessions: &sessions, who: For::Anybody };
         let dry = self.pool.preempt(tenant, bytes, from, wish, TTL, true).expect("sound");
         let built = self.pool.preempt(tenant, bytes, from, wish, TTL, false).expect("sound");
         assert!(dry.0.is_dry() && dry.0.moves.is_empty());

@@ -19,7 +19,7 @@ use crate::{
     ledger::{Policy, ROOT},
     plan::Plan,
     pool::Pool,
-    preempt::{From, Wish},
+    preempt::{For, From, Wish},
     sequence::{Open, Sequence},
     spec::GroupKind::{Full, State, Window},
     word::{GroupId, PageRef, TenantId, Tier, Units},
@@ -502,7 +502,7 @@ fn two_who_suspend_and_an_expiry() {
         let sequence = computed(&pool, &mine, t, 0..5);
         let theirs = Arc::clone(&sequence);
         let other = spawn(&pool, move |pool| {
-            let from = From { batches: &[], sessions: &[theirs], spared: None };
+            let from = From { batches: &[], sessions: &[theirs], who: For::Anybody };
             pool.preempt(t, 1, from, Wish::Recompute, 5, false).expect("sound").0
         });
         let expiring = spawn(&pool, |pool| drop(pool.advance(10)));

@@ -3,12 +3,12 @@
 //! | word | bits 0-31 | bits 32-63 |
 //! | --- | --- | --- |
 //! | [`UsageWord`] | charged to the subtree | limit of the subtree |
-//! | [`ClaimWord`] | demand: own hard units + the children's claims | reserve |
+//! | [`ClaimWord`] | demand: own hard units + the children's claims | kept: the reserve, but for what is lent of it |
 //! | [`OwnWord`] | cached (signed) | hard: held + pinned + promised + stocks |
 //! | [`CountWord`] | count (signed) | bit 32 CLOSED, 33-63 tag |
 //! | [`StockWord`] | units in stock | bit 32 CLOSED, 33 LISTED, 34-63 tag |
 //! | [`MetaWord`] | weight | parent (32-55), live (56), priority (57-63) |
-//! | [`FloorWord`] | sum of the children's floors | own floor: max(reserve, that sum) |
+//! | [`FloorWord`] | sum of the children's floors | reserve |
 //!
 //! A tag moves with every transition, so that two equal readings of a word mean that nothing happened in between.
 //!
@@ -86,7 +86,7 @@ impl UsageWord {
     }
 }
 
-word!(/** What a node keeps from all others: `max(reserve, demand)`. */ ClaimWord);
+word!(/** What a node keeps from all others: `max(kept, demand)`. */ ClaimWord);
 
 impl ClaimWord {
     /// Own hard units and the children's claims.
@@ -94,17 +94,17 @@ impl ClaimWord {
     pub const fn demand(self) -> Units {
         Units(self.low())
     }
-    /// The reserve.
+    /// The reserve, but for what is lent of it.
     #[inline]
-    pub const fn reserve(self) -> Units {
+    pub const fn kept(self) -> Units {
         Units(self.high())
     }
-    /// `max(reserve, demand)`.
+    /// `max(kept, demand)`.
     #[inline]
     pub const fn claim(self) -> Units {
         if self.high() > self.low() { Units(self.high()) } else { Units(self.low()) }
     }
-    /// Units of the reserve that are not in demand.
+    /// Kept units that are not in demand.
     #[inline]
     pub const fn unused(self) -> Units {
         Units(self.high().saturating_sub(self.low()))
@@ -122,10 +122,10 @@ impl ClaimWord {
     pub const fn less(self, n: Units) -> Option<Self> {
         if n.0 <= self.low() { Some(Self(self.0 - n.0 as u64)) } else { None }
     }
-    /// Another reserve.
+    /// More or less of the reserve kept.
     #[inline]
-    pub const fn with_reserve(self, reserve: Units) -> Self {
-        Self(pack(reserve.0, self.low()))
+    pub const fn with_kept(self, kept: Units) -> Self {
+        Self(pack(kept.0, self.low()))
     }
 }
 
@@ -293,12 +293,17 @@ word!(/** What policies alone keep from all others, whatever is in use. */ Floor
 impl FloorWord {
     /// From a reserve and the children's sum.
     pub const fn new(reserve: Units, children: Units) -> Self {
-        Self(pack(if reserve.0 > children.0 { reserve.0 } else { children.0 }, children.0))
+        Self(pack(reserve.0, children.0))
+    }
+    /// The reserve.
+    #[inline]
+    pub const fn reserve(self) -> Units {
+        Units(self.high())
     }
     /// `max(reserve, sum of the children's floors)`.
     #[inline]
     pub const fn floor(self) -> Units {
-        Units(self.high())
+        if self.high() > self.low() { Units(self.high()) } else { Units(self.low()) }
     }
     /// The sum of the children's floors.
     #[inline]
@@ -323,8 +328,8 @@ mod tests {
     }
 
     #[test]
-    fn claim_is_the_larger_of_reserve_and_demand() {
-        let word = ClaimWord(0).with_reserve(Units(5)).more(Units(3)).expect("small");
+    fn claim_is_the_larger_of_kept_and_demand() {
+        let word = ClaimWord(0).with_kept(Units(5)).more(Units(3)).expect("small");
         assert_eq!((word.claim(), word.unused()), (Units(5), Units(2)));
         let more = word.more(Units(4)).expect("small");
         assert_eq!((more.claim(), more.demand(), more.unused()), (Units(7), Units(7), Units(0)));
