@@ -269,3 +269,48 @@ def test_the_same_twice():
 
     assert once() == once()
     assert np.isfinite(once()[0][0]).all()
+
+
+# ---- a reserve that is lent ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_a_lender_is_served_in_the_next_step(mode):
+    engine = engine_of(64, "owner", "b", preempt=mode, host=200)
+    owner, borrower = (engine.queues[name].tenant for name in ("owner", "b"))
+    owner.set(reserve=40 * PAGE, lend=True)
+    requests = [ask(i, 100, 300, "b") for i in range(12)]
+    mine = [ask(50 + i, 200, 100, "owner", at=0.5 + i) for i in range(3)]
+    asked, first, most = {}, {}, 0
+    give_back, opens = engine.pressure._give_back, engine.pressure.open
+
+    def watch(tenant, needed):
+        assert tenant == owner
+        assert give_back(tenant, needed), "it is there"
+        return 1
+
+    def watch_open(queue, request, **how):
+        asked.setdefault(request.reply, engine.steps)
+        return opens(queue, request, **how)
+
+    def hear(request):
+        def on_token(token):
+            first.setdefault(request.reply, engine.steps)
+            request.said.append(token)
+
+        return on_token
+
+    engine.pressure._give_back, engine.pressure.open = watch, watch_open
+    for request in mine:
+        request.on_token = hear(request)
+    for _ in engine.run([*requests, *mine]):
+        most = max(most, borrower.held)
+        assert engine.pool.audit().ok
+    assert most > 24 * PAGE, "others ran in the reserve"
+    assert [first[r.reply] - asked[r.reply] for r in mine] == [1, 1, 1]
+    assert engine.pressure.counts.total() > 0
+    for request in (*requests, *mine):
+        assert request.said == alone(request)
+    assert engine.pool.held == engine.pool.promised == 0
+    owner.lend_unused()
+    assert owner.lent == owner.reserve

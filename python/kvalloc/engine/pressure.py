@@ -6,6 +6,9 @@ victims (`Pool.preempt`: least priority, most over its share, cheapest to restor
 spared), which stop by swap or by recompute. They go on, oldest first, before anybody new is admitted, as
 soon as the pool has room for all they need.
 
+A tenant that lends its reserve and is refused inside it gets it back before the next step
+(`Pool.give_back`), by the same way: those stop who are beyond their own.
+
 Who stops loses no token: what it generated stays with its sequence. Recompute prefills it again, by chunks
 among the others' steps; swap brings the pages back as they were.
 """
@@ -15,12 +18,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
-from kvalloc import AdmissionRefused, OutOfPages
+from kvalloc import AdmissionRefused, OutOfPages, PlanError
 
 if TYPE_CHECKING:
     from typing import Any, Literal
 
-    from kvalloc import Plan, Sequence, Step
+    from kvalloc import Plan, Sequence, Step, Tenant
 
     from .request import Request
     from .rows import Queue, Running
@@ -59,6 +62,8 @@ class Pressure:
         self.counts: Counter[str] = Counter()
         self.swapped_bytes = 0
         self.stalled = 0.0
+        # Lenders that got bytes back, and the number of the step that is to use them.
+        self._recalled: dict[Tenant, int] = {}
 
     def __len__(self) -> int:
         """Return how many wait to go on."""
@@ -93,11 +98,18 @@ class Pressure:
         need = spec.bytes_for(size + request.max_new) - spec.bytes_for(
             shared // spec.page_tokens * spec.page_tokens
         )
-        own = tenant.held + tenant.pinned + tenant.promised + need <= tenant.reserve
+        own = _used(tenant) + need <= tenant.reserve
         if self.stopped and not own:
             first = self.stopped[0].queue.name
             raise self._refusal(f"those of {first} that were stopped go first", whole.bytes, 0)
-        sequence = pool.open(tenant, request.ids, min(request.max_new, spec.page_tokens), admit=True, **how)
+        self._lend_again()
+        soon = min(request.max_new, spec.page_tokens)
+        try:
+            sequence = pool.open(tenant, request.ids, soon, admit=True, **how)
+        except AdmissionRefused as no:
+            if not own or not self._give_back(tenant, no.asked):
+                raise
+            sequence = pool.open(tenant, request.ids, soon, admit=True, **how)
         page = sum(cls.page_bytes for cls in spec.classes[: len(spec.groups)])
         left = pool.capacity - pool.held - pool.pinned - pool.promised
         if not own and left < len(engine.rows) * page:
@@ -110,17 +122,48 @@ class Pressure:
         error.asked, error.room = asked, room
         return error
 
+    def _give_back(self, tenant: Tenant, needed: int) -> int:
+        """Get lent bytes back for the next step; return how many rows stopped for them, and 1 for none."""
+        if not tenant.lend:
+            return 0
+        engine = self.engine
+        idle = [run.sequence for run in self.stopped if run.sequence.state == "running"]
+        try:
+            plan = engine.pool.give_back(tenant, needed, batch=engine.batch, sessions=idle, mode=self.mode)
+        except PlanError:
+            return 0
+        self._recalled[tenant] = engine.steps
+        return max(1, self.carry_out(plan))
+
+    def _lend_again(self) -> None:
+        """Lend what was given back for a step that is over."""
+        for tenant, step in list(self._recalled.items()):
+            if step < self.engine.steps:
+                del self._recalled[tenant]
+                tenant.lend_unused()
+
     def relieve(self, out: Step) -> bool:
         """Stop rows so that those that were refused can grow next time; False if none could be stopped.
 
         Where no row grew, and the pool spares all that could stop, the newest stops: the others then go on.
         """
         engine = self.engine
+        self._lend_again()
         levels: dict[str | None, int] = {}
+        lenders: dict[Tenant, int] = {}
         for refusal in out.refused:
-            if refusal.why in ("limit", "claim", "frames", "fragmented"):
-                levels[refusal.level] = levels.get(refusal.level, 0) + refusal.needed_bytes
-        stopped = 0
+            needed = refusal.needed_bytes
+            tenant = refusal.sequence.tenant if refusal.sequence is not None else None
+            if (
+                tenant is not None
+                and refusal.why == "claim"
+                and tenant.lend
+                and _used(tenant) + lenders.get(tenant, 0) + needed <= tenant.reserve
+            ):
+                lenders[tenant] = lenders.get(tenant, 0) + needed
+            elif refusal.why in ("limit", "claim", "frames", "fragmented"):
+                levels[refusal.level] = levels.get(refusal.level, 0) + needed
+        stopped = sum(self._give_back(tenant, needed) for tenant, needed in lenders.items())
         for level, needed in levels.items():
             plan = engine.pool.preempt(level, needed, batch=engine.batch, mode=self.mode)
             stopped += self.carry_out(plan)
@@ -183,3 +226,7 @@ class Pressure:
         """Close a request that was stopped and will not go on."""
         self.stopped.remove(run)
         run.sequence.close()
+
+
+def _used(tenant: Tenant) -> int:
+    return tenant.held + tenant.pinned + tenant.promised

@@ -658,7 +658,7 @@ fn little_is_wanted_of_a_large_victim() {
     let large = computed(&pool, &mine, t, 0..120);
     pool.set_bandwidths(1 << 40, pool.bytes(1) * 1_000);
     pool.set_recompute_speed(u64::from(pool.spec.page_tokens()) * 300);
-    let from = From { batches: &[], sessions: &[Arc::clone(&large)], spared: None };
+    let from = From { batches: &[], sessions: &[Arc::clone(&large)], who: For::Anybody };
     let fate = |pages| {
         let plan = pool.preempt(ROOT, pool.bytes(pages), from, Wish::Auto, TTL, true).expect("sound").0;
         plan.victims[0].fate
