@@ -85,25 +85,32 @@ class Serving:
         reply = int(self.rng.integers(1, min(32, 16 * (pages - 1)) + 1))
         return 16 * pages - reply, reply
 
-    def serve_lender(self, prompt: int, reply: int) -> None:
-        """Open a request of the lender, whatever runs in its reserve."""
-        pool, tokens, asked = self.pool, self.tokens(prompt), self.step_no
+    def serve_lender(self, prompt: int, reply: int, asked: int) -> bool:
+        """Open a request of the lender, whatever runs in its reserve; False if it has to be tried again."""
+        pool, tokens = self.pool, self.tokens(prompt)
         try:
             seq = pool.open(self.lender, tokens, reply, admit=True)
         except kvalloc.OutOfPages as no:
             self.recalled += 1
             start = perf_counter_ns()
-            plan = pool.give_back(self.lender, no.asked, batch=self.batch, mode=self.mode)
+            try:
+                plan = pool.give_back(self.lender, no.asked, batch=self.batch, mode=self.mode)
+            except kvalloc.PlanError:
+                return False
             self.calls.append((perf_counter_ns() - start) / 1e3)
             gone = self.take(plan)
             with plan:
                 self.store.execute(plan)
             self.victims += len(gone)
             self.stopped.extend(gone)
-            seq = pool.open(self.lender, tokens, reply, admit=True)
+            try:
+                seq = pool.open(self.lender, tokens, reply, admit=True)
+            except kvalloc.OutOfPages:
+                return False
         self.usable.append(self.step_no - asked + 1)
         self.lender.lend_unused()
         self.add(Run(seq, reply, asked))
+        return True
 
     def take(self, plan: kvalloc.Plan) -> list[Run]:
         """Follow the plan's victims out of the rows."""
@@ -167,11 +174,14 @@ class Serving:
 
     def requests(self, n: int) -> None:
         """Serve so many of the lender's requests that find others in its reserve."""
-        while self.recalled < n:
+        waiting: tuple[int, int, int] | None = None
+        while self.recalled < n or waiting:
             self.fill()
             prompt, reply = self.want()
-            if prompt and self.rng.random() < 0.3:
-                self.serve_lender(prompt, reply)
+            if waiting is None and prompt and self.rng.random() < 0.3:
+                waiting = prompt, reply, self.step_no
+            if waiting and self.serve_lender(*waiting):
+                waiting = None
             self.step()
         assert self.pool.audit()
 
