@@ -18,6 +18,7 @@
 //! | --- | --- |
 //! | what pins keep, what others hold too, sequences that weren't given or that somebody is using, uncommitted plans | the error says how many bytes are missing; nobody was stopped, and nothing is kept |
 //! | a thread of another tenant that allocates while the plan is being committed | the lender is refused once more, and asks once more |
+//! | a thread that calls [`Pool::lend_unused`] at the very moment of the lender's charge | the same: what is let go counts twice for that moment |
 //!
 //! Where the pool has several page sizes a charge can be refused as fragmented after that as anywhere: rebalance.rs.
 

@@ -8,7 +8,7 @@ use kvalloc_core::{
     ledger::Policy,
     plan::{Plan, Progress},
     pool::Pool,
-    preempt::{Built, From, Wish},
+    preempt::{Built, For, From, Wish},
     reclaim::Live,
     sequence::{Sequence, State},
     word::{ClassId, TenantId},
@@ -104,7 +104,7 @@ impl Worker {
         }
         self.did(Kind::Preempt);
         let (wish, ttl, bytes) = (self.wish(), self.ttl(), self.dice.roll(8) * self.page_bytes());
-        let from = From { batches: &[&self.batch], sessions: &[], spared: None };
+        let from = From { batches: &[&self.batch], sessions: &[], who: For::Anybody };
         let built = self.pool.preempt(self.tenant, bytes, from, wish, ttl, false).expect("a tenant");
         self.keep(built);
     }
@@ -147,7 +147,7 @@ impl Worker {
         self.did(Kind::TopUp);
         let (ttl, bytes, wish) = (self.ttl(), (1 + self.dice.roll(6)) * self.page_bytes(), self.wish());
         let batches = [&self.batch];
-        let from = From { batches: &batches, sessions: &[], spared: None };
+        let from = From { batches: &batches, sessions: &[], who: For::Anybody };
         let preempt = self.away.len() < AWAY && self.dice.roll(3) == 0;
         let live = if preempt { Live::Preempt(from, wish) } else { Live::Stay };
         let (most, dry) = (self.dice.roll(12) as usize, self.dice.roll(6) == 0);
