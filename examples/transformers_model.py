@@ -45,4 +45,6 @@ def main(name: str, *prompts: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: python examples/transformers_model.py MODEL [PROMPT ...]")
     main(*sys.argv[1:])

@@ -132,13 +132,16 @@ def replay(
             show_default="24GiB for the built-in workload; 128GiB for a trace; 16GiB for ServeGen",
         ),
     ] = None,
-    host: Annotated[str, typer.Option("--host", metavar="SIZE", help="Bytes of the host tier.")] = "0",
+    host: Annotated[
+        str, typer.Option("--host", metavar="SIZE", help="Bytes of the host tier, where rows are swapped to.")
+    ] = "0",
     policy: Annotated[
         Policy,
         typer.Option(
             "--policy",
             help="reserve: a request gets its whole need before it starts. The others start it when its "
-            "prompt fits and stop rows later, by swap, by recompute, or (auto) as each is cheaper.",
+            "prompt fits and stop rows later, by swap (recompute where --host has no room), by recompute, or "
+            "(auto) as each is cheaper.",
         ),
     ] = Policy.reserve,
     reclaims: Annotated[
@@ -379,7 +382,7 @@ def demo(
 ) -> None:
     """Answer questions of several tenants with a real language model, and prove the answers.
 
-    The teachers of a school share one pool of pages. Runs on a CPU in less than a minute; the first run also
+    The teachers of a school share one pool of pages. Takes about a minute of one CPU core; the first run also
     fetches and converts the model. Exit code 1: an answer differs, or the books don't balance.
     """
     from .smollm2 import check_needs

@@ -23,10 +23,18 @@ MODEL = "Qwen2.5-7B"
 SHOWN = 8  # moves and victims listed one by one
 
 app = typer.Typer(
-    name="plan", help="Show what taking memory back would do, before anything happens.", no_args_is_help=True
+    name="plan",
+    help="Show what taking memory back would do, before anything happens.\n\n"
+    "The plan is made on a pool in the middle of the built-in workload, and never carried out.",
+    no_args_is_help=True,
 )
 
-Who = Annotated[str, typer.Argument(metavar="TENANT", help='A tenant; for reclaim also "pool": all of them.')]
+Who = Annotated[
+    str,
+    typer.Argument(
+        metavar="TENANT", help='shop, chat, agent, search or batch; for reclaim also "pool": all.'
+    ),
+]
 HowMuch = Annotated[str, typer.Argument(metavar="SIZE", help="Bytes, such as 2GiB.")]
 Device = Annotated[str, typer.Option("--device", "-d", metavar="SIZE", help="Device bytes.")]
 At = Annotated[
@@ -36,7 +44,10 @@ Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Decides e
 Live = Annotated[
     str | None,
     typer.Option(
-        "--live", metavar="HOW", help="How live sequences go on: freeze, preempt.", show_default="not touched"
+        "--live",
+        metavar="HOW",
+        help="preempt: some stop where cached pages are not enough. freeze (reclaim only): no new ones.",
+        show_default="live sequences are not touched",
     ),
 ]
 

@@ -204,7 +204,7 @@ impl Batch {
     /// Raises
     /// ------
     /// InvalidArgument
-    ///     As many counts as rows; a negative one; more tokens than the step can show; 8 steps wait for their commit. Nothing was
+    ///     Not as many counts as rows; a negative one; more tokens than the step can show; 8 steps wait for their commit. Nothing was
     ///     done.
     /// SequenceBusy, ClosedError
     ///
@@ -269,7 +269,7 @@ impl Batch {
     /// Raises
     /// ------
     /// InvalidArgument
-    ///     No step waits, or as many tokens as rows. Nothing was done.
+    ///     No step waits for a commit, or not as many tokens as rows. Nothing was done.
     /// SequenceBusy, ClosedError
     ///
     /// Notes

@@ -183,7 +183,7 @@ impl Pages {
     /// StaleReference
     ///     The caller does not hold all of them: none was published.
     /// InvalidArgument
-    ///     As many keys as pages; empty or long keys; pages of another tenant or group.
+    ///     Not as many keys as pages; empty or long keys; pages of another tenant or group.
     /// UnknownTenant, ClosedError
     #[pyo3(signature = (tenant, pages, keys, *, group = 0))]
     fn publish(
