@@ -196,6 +196,26 @@ def test_eos_ends_an_answer(llama):
         assert request.produced == len(said)
 
 
+def test_forward_gives_the_logits_of_every_place_asked_for(llama):
+    (ids,) = prompts(1)
+    known = torch.from_numpy(ids.astype(np.int64))
+    with torch.inference_mode():
+        expected = llama(known[None]).logits[0]
+    found = []
+    with Stage(llama) as stage:
+        batch = stage.pool.batch(max_sequences=1, max_tokens=len(ids), max_step_tokens=24)
+        sequence = stage.pool.open(stage.tenants["a"], ids)
+        batch.add(sequence)
+        for at in range(0, len(ids), 24):
+            step = batch.step(token_budget=24)
+            given = known[at : at + step.num_tokens].numpy()
+            found.append(stage.runner.forward(batch, step, given, np.arange(step.num_tokens)))
+            batch.commit(np.full(1, -1, np.int32))
+        batch.remove(sequence)
+        sequence.close()
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-4)
+
+
 # -- sampling -----------------------------------------------------------------------------------------------
 
 

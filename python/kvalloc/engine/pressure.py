@@ -3,8 +3,8 @@
 With `Engine(preempt=...)` a request is admitted when its prompt fits now, not its whole need. That fills the
 pool with work, and sometimes a row then finds no room for its next page. After such a step the pool names
 victims (`Pool.preempt`: least priority, most over its share, cheapest to restore; a tenant's oldest is
-spared), which stop by swap or by recompute. They go on, oldest first, before anybody new is admitted, as
-soon as the pool has room for all they need.
+spared), which stop by swap or by recompute. They go on, oldest first, as soon as the pool has room for all
+they need; nobody new is admitted before them but of tenants that are less over their share.
 
 A tenant that lends its reserve and is refused inside it gets it back before the next step
 (`Pool.give_back`), by the same way: those stop who are beyond their own.
@@ -72,7 +72,8 @@ class Pressure:
     def open(self, queue: Queue, request: Request, **how: Any) -> Sequence:
         """Open a request if its prompt fits now, and leaves every running row room for its next page.
 
-        Those that were stopped go first; but inside its reserve a tenant waits for nobody.
+        Those that were stopped go before requests of tenants that are more over their share than theirs.
+        Inside its reserve a tenant waits for nobody.
 
         Parameters
         ----------
@@ -100,8 +101,9 @@ class Pressure:
         )
         own = _used(tenant) + need <= tenant.reserve
         if self.stopped and not own:
-            first = self.stopped[0].queue.name
-            raise self._refusal(f"those of {first} that were stopped go first", whole.bytes, 0)
+            first = self.stopped[0].queue.tenant
+            if _over_use(tenant, need) >= _over_use(first, 0):
+                raise self._refusal(f"those of {first.name} that were stopped go first", whole.bytes, 0)
         self._lend_again()
         soon = min(request.max_new, spec.page_tokens)
         try:
@@ -230,3 +232,8 @@ class Pressure:
 
 def _used(tenant: Tenant) -> int:
     return tenant.held + tenant.pinned + tenant.promised
+
+
+def _over_use(tenant: Tenant, more: int) -> float:
+    """How far a tenant is over its reserve by its weight, with so many bytes more."""
+    return (tenant.held + tenant.promised + more - tenant.reserve) / tenant.weight

@@ -23,6 +23,8 @@ from kvalloc.errors import ClosedError, InvalidArgument, SpecError
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from numpy.typing import NDArray
+
     from kvalloc import Batch, Plan, Step
     from kvalloc.store import Store
 
@@ -114,8 +116,6 @@ class TorchModel:
         ClosedError
             After `close`.
         """
-        if self.closed:
-            raise ClosedError("the model's runner is closed")
         n, counts = len(rows), step.counts
         ends = np.asarray(batch.query_start_loc)[1 : n + 1]
         ids = np.empty(step.num_tokens, dtype=np.int64)
@@ -128,7 +128,7 @@ class TorchModel:
                 ids[ends[row] - count : ends[row]] = run.sequence.tokens[known - count : known]
                 samples[row] = count == run.todo
         which = samples.nonzero()[0]
-        logits = self._forward(batch, step, ids, ends[which] - 1)
+        logits = self.forward(batch, step, ids, ends[which] - 1)
         sampled = np.full(n, -1, dtype=np.int32)
         how = [rows.running[row].request.sampling for row in which.tolist()]
         sampled[which] = choose(logits, how, rows.lens[which])
@@ -138,8 +138,33 @@ class TorchModel:
         """Copy what a plan moves."""
         self.store.execute(plan)
 
-    def _forward(self, batch: Batch, step: Step, ids: Any, last: Any) -> Any:
-        """Run the model on a step's tokens; return logits ``[len(last), vocabulary]`` of those places."""
+    def forward(
+        self, batch: Batch, step: Step, ids: NDArray[np.int64], places: NDArray[np.integer[Any]]
+    ) -> Any:
+        """Run the model on a step's tokens, given those.
+
+        Parameters
+        ----------
+        batch, step : Batch, Step
+            As its `step` left it, and what that returned.
+        ids : ndarray of int64, shape (num_tokens,)
+            The step's tokens, row after row.
+        places : ndarray of int, shape (n,)
+            Those among them whose logits are wanted.
+
+        Returns
+        -------
+        Tensor of float, shape (n, vocabulary)
+
+        Raises
+        ------
+        SpecError
+            A layer did not hand its attention over.
+        ClosedError
+            After `close`.
+        """
+        if self.closed:
+            raise ClosedError("the model's runner is closed")
         device, forward = self.store.device, _Forward(self.store, batch)
         with torch.inference_mode():
             self.store.copy(step.copies)
@@ -148,7 +173,7 @@ class TorchModel:
                 input_ids=torch.from_numpy(ids).to(device)[None],
                 position_ids=torch.from_numpy(positions).to(device)[None],
                 use_cache=False,
-                logits_to_keep=torch.from_numpy(last.astype(np.int64)).to(device),
+                logits_to_keep=torch.from_numpy(places.astype(np.int64)).to(device),
                 **{KEYWORD: forward},
             ).logits[0]
         missing = sorted(set(range(len(self.store.spec.layer_map))) - forward.layers)
