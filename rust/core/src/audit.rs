@@ -164,12 +164,12 @@ impl<'a> Audit<'a> {
         audit
     }
 
-    /// A place that a plan has claimed for a page. One in another tier than the page's is charged already, and so is held;
-    /// one in the same tier is the page's second place, and in flight.
+    /// A place that a plan has claimed for a page. One in another tier or class than the page's is charged already, and so
+    /// is held; another one is the page's second place, and in flight.
     fn count_claimed(&mut self, m: &Move) {
         let (Some(tier), class) = (m.to.tier(), self.pool.classes[m.to.class().as_usize()]) else { return };
         let (balance, bytes) = (&mut self.balance[tier.as_usize()], self.pool.bytes(class.units));
-        if m.from.tier() == m.to.tier() {
+        if !m.crosses() {
             balance.in_flight += bytes;
             return;
         }

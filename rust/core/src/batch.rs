@@ -379,7 +379,14 @@ impl Batch {
         indptr.push(0);
         for (row, slots) in inner.rows.iter().zip(&inner.hot.slots) {
             let table = &row.body.tables[group.as_usize()];
-            indices.extend(table.live().iter().map(|p| pool.pages.location(p.id).frame().0 as i32));
+            indices.extend(table.live().iter().map(|p| pool.entry(p.id)));
+            if indices.iter().any(|&entry| entry < 0) {
+                return Err(Error::Argument(
+                    "pages of the batch are compressed: a list of frames names pages of one class; \
+                     attend by the block table, which shows them as ~frame"
+                        .into(),
+                ));
+            }
             indptr.push(indices.len() as i32);
             last.push(if *slots == 0 { 0 } else { ((slots - 1) % page_tokens + 1) as i32 });
         }

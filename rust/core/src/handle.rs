@@ -111,7 +111,8 @@ impl Sequence {
         self.visit(|pool, body, _| body.promises.iter().map(|p| pool.bytes(p.1)).sum())
     }
 
-    /// The number of the first page of a group that it still holds, and the pages from there on with their frames.
+    /// The number of the first page of a group that it still holds, and the pages from there on with their frames as block
+    /// tables show them ([`Pool::entry`]).
     ///
     /// # Errors
     /// Busy, closed, no such group.
@@ -119,7 +120,7 @@ impl Sequence {
         self.pool.check_group(group)?;
         self.visit(|pool, body, _| {
             let table = &body.tables[group.as_usize()];
-            let live = table.live().iter().map(|&page| (page, pool.pages.location(page.id).frame()));
+            let live = table.live().iter().map(|&page| (page, FrameId(pool.entry(page.id) as u32)));
             (table.start, live.collect())
         })
     }
@@ -165,7 +166,8 @@ impl Sequence {
     /// A second sequence with the same tokens, sharing all pages that are written.
     ///
     /// # Errors
-    /// Busy, closed; suspended; a page has too many references.
+    /// Busy, closed; suspended; a page has too many references, or is being
+    /// compressed.
     pub fn fork(&self) -> Result<Arc<Self>, Error> {
         self.pool.check_open()?;
         let body = self.visit(|pool, body, scratch| {

@@ -50,6 +50,29 @@ impl Pool {
         self.pages.location(id).tier().unwrap_or(Tier::Device)
     }
 
+    /// Whether a page that lies there can be found: on the device, in the class it was written in.
+    pub(crate) fn is_home(&self, at: Location) -> bool {
+        at.tier() == Some(Tier::Device) && !self.is_small(at)
+    }
+
+    /// Whether a place is one of a class that pages are compressed into.
+    pub(crate) fn is_small(&self, at: Location) -> bool {
+        at.class().as_usize() >= self.groups.len()
+    }
+
+    /// A page's place as block tables show it: the number of its frame, or `!frame` of a smaller class, which is negative.
+    #[inline]
+    pub(crate) fn entry(&self, id: PageId) -> i32 {
+        self.entry_at(self.pages.location(id))
+    }
+
+    /// As [`Self::entry`].
+    #[inline]
+    pub(crate) fn entry_at(&self, at: Location) -> i32 {
+        let frame = at.frame().0 as i32;
+        if self.is_small(at) { !frame } else { frame }
+    }
+
     pub(crate) fn units_of(&self, id: PageId) -> u32 {
         self.classes[self.pages.location(id).class().as_usize()].units
     }
@@ -324,7 +347,7 @@ impl Pool {
         stale
     }
 
-    /// A page that the caller alone holds begins to leave the device, or to come back to it: where it lies now. Nobody
+    /// A page that the caller alone holds begins to leave the device or its class, or to come back: where it lies now. Nobody
     /// finds it from here on, until it has landed on the device or the move came to nothing. `None`: others hold it too, a
     /// pin keeps it, or another copy uses it.
     pub(crate) fn lease_out(&self, page: PageRef) -> Option<Location> {
@@ -343,15 +366,15 @@ impl Pool {
         let lost = word.is_orphan() && from.tier() == Some(Tier::Device);
         // Only the holder of the lease moves a page.
         let moved = !lost && self.pages.swap_location(page.id, from, to).is_ok();
-        debug_assert!(moved || lost, "{page:?} moved while it was leased");
-        let at = if moved { to } else { from };
-        self.end_lease(lane, page, |_| at.tier() != Some(Tier::Device));
+        let at = if moved { to } else { self.pages.location(page.id) };
+        debug_assert!(moved || lost || at.is_outside(), "{page:?} moved while it was leased");
+        self.end_lease(lane, page, |_| !self.is_home(at));
         moved
     }
 
     /// The copy of a page that was leased out came to nothing: it is as before.
     pub(crate) fn stay(&self, lane: Lane, page: PageRef) {
-        self.end_lease(lane, page, |_| self.tier_of(page.id) != Tier::Device);
+        self.end_lease(lane, page, |_| !self.is_home(self.pages.location(page.id)));
     }
 
     /// A copy has ended; what everybody let go of meanwhile is cached or free now.

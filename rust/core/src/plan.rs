@@ -31,7 +31,7 @@
 //! somebody began to write into ([`Location::is_open`]) or whose frame an engine of its own asked for
 //! ([`Location::is_outside`]) since then stays where it is, and the move is given up.
 //!
-//! Callers: reclaim.rs, rebalance.rs and preempt.rs build; the binding commits and aborts; pool.rs expires.
+//! Callers: reclaim.rs, rebalance.rs, preempt.rs and compress.rs build; the binding commits and aborts; pool.rs expires.
 
 mod table;
 #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
@@ -134,6 +134,13 @@ pub struct Move {
     pub to: Location,
     /// Who is charged for it.
     pub payer: TenantId,
+}
+
+impl Move {
+    /// Whether it is charged elsewhere afterwards: in another tier, or in another class.
+    pub(crate) fn crosses(&self) -> bool {
+        (self.from.tier(), self.from.class()) != (self.to.tier(), self.to.class())
+    }
 }
 
 /// A sequence that a plan touches.
@@ -484,11 +491,9 @@ impl Pool {
     }
 
     /// End a lease: with `commit` the page lies at its destination from now on, else the destination goes back. Whether it
-    /// was moved. A move to another tier was charged there when it was built, and is no longer charged where it was.
+    /// was moved. A move to another tier or class was charged there when it was built, and is no longer charged where it was.
     pub(crate) fn end_move(&self, lane: Lane, m: &Move, commit: bool) -> bool {
-        debug_assert!(m.from.class() == m.to.class());
-        let crosses = m.from.tier() != m.to.tier();
-        let class = self.classes[m.to.class().as_usize()];
+        let crosses = m.crosses();
         let moved = match (crosses, commit) {
             (true, true) => self.land(lane, m.page, m.from, m.to),
             (true, false) => {
@@ -498,6 +503,7 @@ impl Pool {
             (false, _) => commit && self.pages.swap_location(m.page.id, m.from, m.to).is_ok(),
         };
         let left = if moved { m.from } else { m.to };
+        let class = self.classes[left.class().as_usize()];
         let tier = left.tier().unwrap_or(Tier::Device);
         if moved && tier == Tier::Device {
             // Steps that are not committed may still show it.

@@ -5,6 +5,7 @@
 //! | [`Pool::suspend`] | a sequence stops, by swap or by recompute | it does not run, or stands in another batch |
 //! | [`Pool::offload`] | the same for a session between two turns: by swap alone | the host tier is full: everything stays |
 //! | [`Pool::resume`], [`Pool::prefetch`] | it goes on where it was | there is no room for all it needs: nothing is changed |
+//! | [`Pool::compress`] | pages of sequences go on in a smaller class | the tenant has not allowed it |
 //! | [`Pool::preempt`] | as many sequences of a tenant stop as bytes are wanted | never: the plan says what is missing |
 //!
 //! Each builds a plan (plan.rs). What a sequence holds with others, and what pins keep, is not touched: it stays on the
@@ -32,11 +33,13 @@
 //! What comes back has room for all it needs before its plan is there: the places of its pages, and promises for the rest of
 //! its known tokens and of what it was admitted for. So nothing is brought back to be stopped half-way.
 //!
-//! Which sequences have to go is in `preempt/victims.rs`, room in the other tier in `preempt/places.rs`, what hangs on the end
+//! Which sequences have to go is in `preempt/victims.rs`, room in the other tier in `preempt/places.rs`,
+//! what is compressed in `preempt/compress.rs`, what hangs on the end
 //! of a plan in `preempt/ending.rs`.
 //!
 //! Callers: reclaim.rs, the binding.
 
+mod compress;
 mod ending;
 mod places;
 mod victims;
@@ -179,7 +182,7 @@ impl Pool {
         let Some(anchor) = self.spec.anchor() else { return 0 };
         let kept = |page: &&PageRef| {
             let word = self.pages.read(page.id);
-            word.refs() > 1 || word.pins() > 0
+            (word.refs() > 1 || word.pins() > 0) && !word.is_away()
         };
         let pages = body.tables[anchor.as_usize()].live().iter().take(body.published as usize);
         (pages.take_while(kept).count() as u32 * self.spec.page_tokens()).min(body.written)
@@ -402,7 +405,7 @@ impl<'a> Build<'a> {
         let pool = self.pool;
         let lease = |page: PageRef| pool.lease_out(page).map(|at| (page, at));
         let leased: Vec<_> = body.held_pages(pool).into_iter().filter_map(lease).collect();
-        pool.destinations(self.lane, Tier::Host, &leased)
+        pool.destinations(self.lane, Tier::Host, &leased, |class| class)
     }
 
     fn add_moves(&mut self, moves: Vec<Move>) {
@@ -439,7 +442,7 @@ impl<'a> Build<'a> {
                 let lease = |page: PageRef| pool.lease_out(page).map(|at| (page, at));
                 let leased: Vec<_> =
                     body.held_pages(pool).into_iter().filter(off).filter_map(lease).collect();
-                let moves = pool.destinations(lane, Tier::Device, &leased)?;
+                let moves = pool.destinations(lane, Tier::Device, &leased, |class| class)?;
                 if let Err(error) = body.reserve_again(pool) {
                     pool.undo(lane, &moves);
                     return Err(error);

@@ -5,6 +5,7 @@
 //! | rung | takes | here |
 //! | --- | --- | --- |
 //! | free | cached pages below the tenant: of tenants that do nothing first, then of those most over their share; coldest and leaf first (evict.rs) | yes |
+//! | compress | where the host tier is full: pages of live sequences whose tenant allows it | `preempt/compress.rs`, with [`Live::Preempt`] |
 //! | offload, recompute | live sequences | preempt.rs, with [`Live::Preempt`] |
 //!
 //! What it does not touch: pages that others hold too, and what pins keep. The plan says how many bytes these are, and what is
@@ -149,7 +150,7 @@ impl Pool {
                 build.endings.push(Box::new(Freezing(tenant)));
             }
             Live::Preempt(..) if missing == 0 => {}
-            Live::Preempt(from, wish) => match build.stop_victims(tenant, missing, from, wish) {
+            Live::Preempt(from, wish) => match build.shrink_or_stop(tenant, missing, from, wish) {
                 Ok(bytes) => back = bytes,
                 Err(error) => {
                     build.give_up();

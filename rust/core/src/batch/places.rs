@@ -154,7 +154,7 @@ impl Inner {
                 location = self.take_along(pool, row, group, at, location).unwrap_or(location);
             }
             let shown = &mut self.arrays.group(group.as_usize()).block_table;
-            shown[row * shape.pages + at] = location.frame().0 as i32;
+            shown[row * shape.pages + at] = pool.entry_at(location);
         }
         pages.end.max(pages.start)
     }

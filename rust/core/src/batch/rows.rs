@@ -185,12 +185,12 @@ impl Inner {
         for g in 0..self.hot.base.len() {
             let table = &self.rows[row].body.tables[g];
             let shown = &mut self.arrays.group(g).block_table[row * shape.pages..][..shape.pages];
-            let frames = table.live().iter().map(|p| pool.pages.location(p.id).frame().0 as i32);
+            let entries = table.live().iter().map(|p| pool.entry(p.id));
             let start = table.start as usize;
             shown[..start].fill(0);
             let mut end = start;
-            for (entry, frame) in shown[start..].iter_mut().zip(frames) {
-                *entry = frame;
+            for (entry, now) in shown[start..].iter_mut().zip(entries) {
+                *entry = now;
                 end += 1;
             }
             shown[end..].fill(0);

@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | the node lines of both tiers | reserve, limit, weight, priority, pin budget (tree.rs) |
 //! | `hashes` | hash of the name, 0: no tenant; dense, so that a search by name reads eight tenants a cache line |
-//! | `heads` | length of the name (0-7), LEND (8), number of changes (9-63) |
+//! | `heads` | length of the name (0-7), LEND (8), COMPRESS (9), number of changes (10-63) |
 //! | `names` | 16 words: the name's bytes |
 //! | `rights` | 8 [`UsageWord`]s: their limit is how many units may be charged to the ancestor at that depth; 0: no right to publish there |
 //!
@@ -30,7 +30,8 @@ pub const MAX_NAME: usize = 128;
 const NAME_WORDS: usize = MAX_NAME / 8;
 const RIGHTS: usize = MAX_DEPTH as usize;
 const LEND: u64 = 1 << 8;
-const CHANGE: u64 = 1 << 9;
+const COMPRESS: u64 = 1 << 9;
+const CHANGE: u64 = 1 << 10;
 const NONE: Units = Units(u32::MAX);
 
 /// What a tenant may have and how it is weighed.
@@ -47,6 +48,8 @@ pub struct Policy {
     /// What is not in use of the device's reserve is lent: others may be charged for it until it is asked back
     /// ([`Ledger::recall`]).
     pub lend: bool,
+    /// Pages it pays for may go on in a smaller class: lossy and final.
+    pub compress: bool,
     /// Ancestors the tenant may publish into, and how many units; `None`: as many as it likes.
     pub publish: Vec<(TenantId, Option<Units>)>,
     /// How many units it may pin, over both tiers.
@@ -61,6 +64,7 @@ impl Default for Policy {
             weight: 1,
             priority: 50,
             lend: false,
+            compress: false,
             publish: Vec::new(),
             pin_budget: Units(0),
         }
@@ -417,7 +421,9 @@ impl Ledger {
             book.tree.set_meta(tenant, MetaWord::new(parent, policy.weight, policy.priority));
         }
         let head = &self.tenants.heads[tenant.as_usize()];
-        let _ = if policy.lend { head.set(LEND) } else { head.clear(LEND) };
+        for (bit, on) in [(LEND, policy.lend), (COMPRESS, policy.compress)] {
+            let _ = if on { head.set(bit) } else { head.clear(bit) };
+        }
         for (depth, scope) in path.iter().rev().take(path.len() - 1).enumerate() {
             let right = policy.publish.iter().find(|(s, _)| s == scope);
             let limit = right.map_or(Units(0), |(_, units)| units.unwrap_or(NONE));
@@ -520,9 +526,15 @@ impl Ledger {
             weight,
             priority,
             lend: self.lends(tenant),
+            compress: self.may_compress(tenant),
             publish: publish.collect(),
             pin_budget: self.books[0].tree.pin_budget(tenant),
         })
+    }
+
+    /// Whether pages that `tenant` pays for may go on in a smaller class.
+    pub fn may_compress(&self, tenant: TenantId) -> bool {
+        self.tenants.heads.get(tenant.as_usize()).is_some_and(|head| head.get() & COMPRESS != 0)
     }
 
     /// Whether `tenant` may publish into `scope`, an ancestor, and up to how many units charged there; `None` inside: no

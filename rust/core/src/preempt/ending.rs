@@ -8,7 +8,7 @@ use crate::{
     pool::{Pool, Scratch},
     sequence::{Body, Mode, Passage, Place, Promises, Sequence},
     sync::lock,
-    word::{Lane, PageRef, TenantId, plan::State},
+    word::{Lane, PageRef, TenantId, Tier, plan::State},
 };
 
 /// A sequence that leaves.
@@ -29,7 +29,7 @@ impl Ending for Leaving {
             // Of a plan that was given up in the middle some pages have gone.
             let gone = |page: &PageRef| {
                 let word = pool.pages.read(page.id);
-                word.generation() == page.generation && word.is_away()
+                word.generation() == page.generation && pool.tier_of(page.id) == Tier::Host
             };
             self.passage.give_up(self.pages.iter().any(gone));
             return;

@@ -1,4 +1,4 @@
-//! Room in another tier: places for pages that are about to move there, charged to whom they are charged here.
+//! Room in another tier or class: places for pages that are about to move there, charged to whom they are charged here.
 //!
 //! On the device such a charge is an allocation like any other: it takes cached pages that are in the way. The host tier has
 //! no cached pages but those that were let go while they were away and could not end at once, because others continued them
@@ -25,13 +25,14 @@ impl Pool {
         }
     }
 
-    /// Places in `tier` for pages that were leased out: all or none. The moves are in the order of `leased`; the places are
+    /// Places in `tier`, of the class that `to` says for theirs, for pages that were leased out: all or none. The moves are in the order of `leased`; the places are
     /// given out in that of where the pages lie, so that what lies side by side stays side by side.
     pub(super) fn destinations(
         &self,
         lane: Lane,
         tier: Tier,
         leased: &[(PageRef, Location)],
+        to: impl Fn(ClassId) -> ClassId,
     ) -> Result<Vec<Move>, Refusal> {
         let key = |at: usize| (self.pages.payer(leased[at].0.id), leased[at].1.class());
         let moves = |places: &[Location]| -> Vec<Move> {
@@ -46,6 +47,7 @@ impl Pool {
         let mut places = vec![Location::NOWHERE; leased.len()];
         for run in order.chunk_by(|&a, &b| key(a) == key(b)) {
             let (payer, class) = key(run[0]);
+            let class = to(class);
             let mut frames = Vec::with_capacity(run.len());
             if let Err(refusal) = self.take_frames(lane, tier, payer, class, run.len(), &mut frames) {
                 for m in moves(&places).iter().rev() {

@@ -20,7 +20,7 @@
 
 use std::{
     cmp::{Ordering, Reverse},
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::Arc,
 };
 
@@ -80,6 +80,9 @@ impl For {
         }
     }
 }
+
+/// Sequences, and the batch in which each has a row.
+type Listed<'a> = Vec<(Arc<Sequence>, Option<&'a Batch>)>;
 
 struct Candidate<'a> {
     sequence: Arc<Sequence>,
@@ -220,6 +223,34 @@ impl Build<'_> {
         let pool = self.pool;
         let mut found: Vec<Candidate<'b>> = Vec::new();
         let mut oldest: HashMap<TenantId, u64> = HashMap::new();
+        let who = from.who;
+        for (sequence, batch) in self.listed(tenant, from)? {
+            let owner = sequence.tenant();
+            let seen = sequence.visit(|_, body, _| {
+                (body.state(pool) == State::Running).then(|| (body.born, pool.survey(body, tenant)))
+            });
+            let Ok(Some((born, survey))) = seen else { continue };
+            if batch.is_some() {
+                oldest.entry(owner).and_modify(|first| *first = born.min(*first)).or_insert(born);
+            }
+            let priority = pool.ledger.policy(owner).map_or(0, |policy| policy.priority);
+            let cost = pool.costs(&survey).least();
+            let favoured = pool.victims.was(owner) == Some(born);
+            found.push(Candidate { sequence, batch, tenant: owner, born, favoured, priority, survey, cost });
+        }
+        for c in &mut found {
+            c.favoured |= c.batch.is_some() && oldest.get(&c.tenant) == Some(&c.born);
+        }
+        let all = matches!(who, For::Lender(_));
+        found.retain(|c| (all || !c.favoured) && c.survey.back() > 0);
+        Ok(found)
+    }
+
+    /// The sequences of the subtree of `tenant` that are given, each once.
+    pub(super) fn listed<'b>(&self, tenant: TenantId, from: From<'b>) -> Result<Listed<'b>, Error> {
+        let pool = self.pool;
+        let mut found: Listed<'b> = Vec::new();
+        let mut seen = HashSet::new();
         let mut rows = Vec::new();
         for &batch in from.batches {
             if !Arc::ptr_eq(batch.pool(), pool) {
@@ -237,27 +268,12 @@ impl Build<'_> {
             let owner = sequence.tenant();
             if !pool.ledger.is_under(owner, tenant)
                 || from.who.tenant().is_some_and(|spared| pool.ledger.is_under(owner, spared))
-                || found.iter().any(|c| Arc::ptr_eq(&c.sequence, &sequence))
+                || !seen.insert(Arc::as_ptr(&sequence))
             {
                 continue;
             }
-            let seen = sequence.visit(|_, body, _| {
-                (body.state(pool) == State::Running).then(|| (body.born, pool.survey(body, tenant)))
-            });
-            let Ok(Some((born, survey))) = seen else { continue };
-            if batch.is_some() {
-                oldest.entry(owner).and_modify(|first| *first = born.min(*first)).or_insert(born);
-            }
-            let priority = pool.ledger.policy(owner).map_or(0, |policy| policy.priority);
-            let cost = pool.costs(&survey).least();
-            let favoured = pool.victims.was(owner) == Some(born);
-            found.push(Candidate { sequence, batch, tenant: owner, born, favoured, priority, survey, cost });
+            found.push((sequence, batch));
         }
-        for c in &mut found {
-            c.favoured |= c.batch.is_some() && oldest.get(&c.tenant) == Some(&c.born);
-        }
-        let all = matches!(from.who, For::Lender(_));
-        found.retain(|c| (all || !c.favoured) && c.survey.back() > 0);
         Ok(found)
     }
 

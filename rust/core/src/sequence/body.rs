@@ -623,6 +623,7 @@ impl Body {
                 )));
             }
         }
+        self.check_writable(pool, n)?;
         self.slots = self.slots.min(n);
         self.written = self.written.min(n);
         self.tokens.truncate(n as usize);
@@ -639,6 +640,24 @@ impl Body {
         self.shared_tail |= !self.slots.is_multiple_of(page_tokens);
         self.cached = self.cached.min(whole * page_tokens);
         Ok(())
+    }
+
+    /// What comes behind the first `n` tokens is written into the page they end in: not if that is compressed, or about to be.
+    fn check_writable(&self, pool: &Pool, n: u32) -> Result<(), Error> {
+        let page_tokens = pool.spec.page_tokens();
+        let at = n / page_tokens;
+        let small = |(g, table): (usize, &Table)| {
+            let page = table.pages.get(at as usize).filter(|_| at >= table.start);
+            !pool.is_state(GroupId(g as u8)) && page.is_some_and(|page| pool.pages.read(page.id).is_away())
+        };
+        if n.is_multiple_of(page_tokens) || n >= self.slots || !self.tables.iter().enumerate().any(small) {
+            return Ok(());
+        }
+        Err(Error::Argument(format!(
+            "can't truncate to {n} tokens: page {at} is compressed, or a plan is about to, and can't be written on; \
+             truncate to {} tokens and compute the rest again",
+            at * page_tokens
+        )))
     }
 
     /// Continue the chain behind `page` pages.
@@ -689,10 +708,13 @@ impl Body {
             shared.extend_from_slice(&live[..n]);
             if n < live.len() {
                 pool.let_go_reversed(self.lane, &shared, scratch);
-                return Err(Error::Argument(format!(
-                    "a page can have at most {} references",
-                    crate::word::page::MAX_REFS
-                )));
+                return Err(Error::Argument(match pool.pages.read(live[n].id).is_leased() {
+                    true => {
+                        "a plan compresses its pages, or moves compressed ones; commit or abort it, then fork"
+                            .into()
+                    }
+                    false => format!("a page can have at most {} references", crate::word::page::MAX_REFS),
+                }));
             }
         }
         self.shared_tail = true;

@@ -96,6 +96,7 @@ impl World {
             let (start, pages) = model.handle.pages(group).expect("idle");
             for (place, (page, frame)) in (start..).zip(pages) {
                 let payer = self.pool.pages.payer(page.id);
+                assert!(frame.0 as i32 > 0, "a hit of a compressed page");
                 let last = (place + 1) * PAGE;
                 let shared = model.shares.iter().any(|&(scope, n)| scope == payer && last <= n);
                 if self.is_state(group) {
@@ -280,7 +281,7 @@ impl World {
                 (page, to)
             })
             // A page that its batch took along has moved; of the others the step holds the source.
-            .filter(|&(page, to)| self.pool.pages.location(page.id).frame() != to)
+            .filter(|&(page, to)| self.pool.entry(page.id) != to.0 as i32)
             .map(|(page, _)| page)
             .collect()
     }
@@ -331,9 +332,13 @@ impl World {
     /// Whether an entry of a block table is as good as the frame in which its page lies: the page has left it, nobody
     /// else has it, and it says the same.
     fn shows(&self, group: GroupId, entry: i32, frame: FrameId) -> bool {
-        let size = self.pool.classes[self.pool.groups[group.as_usize()].class.as_usize()].size;
         let old = FrameId(entry as u32);
-        let kept = self.pool.quiescence.limbo().iter().any(|r| (r.size, r.frame) == (size, old));
+        let (class, frame_then) = match entry {
+            0.. => (self.spec.class_of(group), old),
+            _ => (self.spec.small_class_of(group).expect("it shows one"), FrameId(!old.0)),
+        };
+        let size = self.pool.classes[class.as_usize()].size;
+        let kept = self.pool.quiescence.limbo().iter().any(|r| (r.size, r.frame) == (size, frame_then));
         kept && self.device.same(group, old, frame)
     }
 
@@ -428,10 +433,13 @@ impl World {
 
     pub(super) fn truncate(&mut self, id: u64, n: u32) {
         let full = self.all_grow();
+        // A page that is compressed, or about to be, is not written on.
+        let inside = !n.is_multiple_of(PAGE) && n < self.sequences[&id].slots();
+        let small = inside && self.settles(id, |place| place == n / PAGE);
         let model = self.sequences.get_mut(&id).expect("picked");
         let answer = model.handle.truncate(n);
         let runs = model.state == State::Running;
-        let sound = runs && n > 0 && n <= model.known().max(model.slots());
+        let sound = runs && n > 0 && n <= model.known().max(model.slots()) && !small;
         assert!(sound || answer.is_err());
         if full {
             assert_eq!(answer.is_ok(), sound, "{answer:?}");
@@ -460,6 +468,7 @@ impl World {
 
     pub(super) fn fork(&mut self, id: u64) {
         let state = self.has_state();
+        let compressing = self.settles(id, |_| true);
         let model = self.sequences.get_mut(&id).expect("picked");
         let unsettled = model.slots() > model.written;
         if model.state != State::Running {
@@ -482,8 +491,18 @@ impl World {
                 self.born += 1;
                 self.sequences.insert(self.born, model);
             }
-            Err(e) => assert!(state && unsettled, "{e}"),
+            Err(e) => assert!(state && unsettled || compressing, "{e}"),
         }
+    }
+
+    /// Whether a page of a sequence at such a place is compressed or about to be, so that nobody writes to it.
+    fn settles(&self, id: u64, at: impl Fn(u32) -> bool) -> bool {
+        self.groups().filter(|&group| !self.is_state(group)).any(|group| {
+            let (start, pages) = self.sequences[&id].handle.pages(group).expect("nobody uses it");
+            (start..)
+                .zip(pages)
+                .any(|(place, (page, _))| at(place) && self.pool.pages.read(page.id).is_away())
+        })
     }
 
     pub(super) fn keep_state(&mut self, id: u64) {
@@ -508,6 +527,6 @@ impl World {
             assert_eq!(from, at);
             device.copy(tier, group, from, to);
         });
-        assert_eq!(self.pool.pages.location(page.id).frame(), moved.unwrap_or(at));
+        assert_eq!(self.pool.entry(page.id), moved.unwrap_or(at).0 as i32);
     }
 }

@@ -35,8 +35,8 @@ impl Carried {
 const TTL: u64 = 2500;
 
 impl World {
-    fn place(at: Location) -> (Tier, FrameId) {
-        (at.tier().expect("a place"), at.frame())
+    fn place(&self, at: Location) -> (Tier, FrameId) {
+        (at.tier().expect("a place"), FrameId(self.pool.entry_at(at) as u32))
     }
 
     /// A plan was built: its bytes are copied at once.
@@ -48,7 +48,8 @@ impl World {
     ) {
         for m in &plan.moves {
             let group = self.pool.classes[m.from.class().as_usize()].group;
-            self.device.carry(group, Self::place(m.from), Self::place(m.to));
+            let (from, to) = (self.place(m.from), self.place(m.to));
+            self.device.carry(group, from, to);
         }
         let mut parts = Vec::new();
         for (victim, handle) in plan.victims.iter().zip(sequences) {
@@ -163,9 +164,37 @@ impl World {
         self.carry(built, HashMap::new(), HashMap::new());
     }
 
+    /// Pages of sequences go on in a smaller class.
+    pub(super) fn compress(&mut self, tenant: usize, bytes: u64, which: usize) {
+        let tenant = self.tenants[tenant % self.tenants.len()];
+        let batches: Vec<&Batch> = self.batches.iter().map(|b| &b.batch).collect();
+        let batches = if which.is_multiple_of(3) { &[] } else { &batches[..] };
+        let idle = self.sequences.values().filter(|m| m.batch.is_none()).map(|m| Arc::clone(&m.handle));
+        let sessions: Vec<_> = if which.is_multiple_of(4) { Vec::new() } else { idle.collect() };
+        let from = From { batches, sessions: &sessions, spared: None };
+        let dry = which.is_multiple_of(5);
+        let spec = &self.spec;
+        let can = self
+            .groups()
+            .any(|g| spec.small_class_of(g).is_some() && spec.groups()[g.as_usize()].kind.grows());
+        match self.pool.compress(tenant, bytes, from, TTL, dry) {
+            Ok((plan, _)) => {
+                assert!(can && plan.victims.is_empty());
+                assert_eq!(plan.shortfall, bytes.saturating_sub(plan.rungs.compress));
+                for m in &plan.moves {
+                    let word = self.pool.pages.read(m.page.id);
+                    assert!(word.is_away() && word.refs() == 1 && self.pool.ledger().may_compress(m.payer));
+                    assert!(!self.pool.is_small(m.from) && self.pool.is_small(m.to));
+                }
+                self.hand_over(plan);
+            }
+            Err(e) => assert!(matches!(e, Error::Argument(_)), "{e}"),
+        }
+    }
+
     /// Extents for one class, or for any.
     pub(super) fn rebalance(&mut self, goal: usize, bytes: u64, max_moves: usize, dry: bool) {
-        let goal = (!goal.is_multiple_of(3)).then(|| ClassId((goal % self.spec.groups().len()) as u8));
+        let goal = (!goal.is_multiple_of(3)).then(|| ClassId((goal % self.spec.classes().len()) as u8));
         let plan = self.pool.rebalance(goal, bytes, max_moves, TTL, dry).expect("a class");
         assert!(plan.moves.len() <= max_moves && plan.victims.is_empty());
         self.hand_over(plan);

@@ -45,6 +45,12 @@ pub(crate) fn spec(groups: &[(GroupKind, u32)]) -> Spec {
     Spec::new(PAGE, groups.collect(), Layout::PageMajor, None).expect("a sound spec")
 }
 
+/// The same with a second class of half the bytes for each.
+pub(crate) fn small_spec(groups: &[(GroupKind, u32)]) -> Spec {
+    let groups = groups.iter().enumerate().map(|(n, &(kind, layers))| group(format!("g{n}"), kind, layers));
+    Spec::new(PAGE, groups.collect(), Layout::PageMajor, Some(Dtype::Fp8)).expect("a sound spec")
+}
+
 /// The specs that the tests go through.
 pub(crate) fn specs() -> Vec<(&'static str, Spec)> {
     use GroupKind::*;
@@ -57,6 +63,11 @@ pub(crate) fn specs() -> Vec<(&'static str, Spec)> {
         ("chunks across pages", spec(&[(Chunked { tokens: 6 }, 1)])),
         ("full and state", spec(&[(Full, 1), (State, 1)])),
         ("state", spec(&[(State, 1)])),
+        ("full, compressed", small_spec(&[(Full, 2)])),
+        (
+            "latent, window, state, compressed",
+            small_spec(&[(Latent, 4), (Window { tokens: 6 }, 2), (State, 1)]),
+        ),
         ("window, full, larger state", spec(&[(Window { tokens: 3 }, 1), (Full, 1), (State, 2)])),
     ]
 }
@@ -104,8 +115,8 @@ pub(crate) fn batch(pool: &Arc<Pool>, rows: usize, tokens: u32) -> Batch {
     Batch::new(pool, shape, Box::new(Owned::new(shape, pool.spec().groups().len()))).expect("a batch")
 }
 
-/// Move a page to another frame of its size, by a plan of its own: `copy` has done the copy when it returns. `None`: it can't
-/// be moved now.
+/// Move a page to another frame of its size, by a plan of its own: `copy` has done the copy when it returns. Frames are named
+/// as tables show them. `None`: it can't be moved now.
 pub(crate) fn relocate(pool: &Pool, page: PageRef, copy: impl FnOnce(FrameId, FrameId)) -> Option<FrameId> {
     let lane = Lane(3);
     let Lease::Got(m) = pool.lease_to_move(page.id) else { return None };
@@ -116,10 +127,12 @@ pub(crate) fn relocate(pool: &Pool, page: PageRef, copy: impl FnOnce(FrameId, Fr
         return None;
     }
     let mut draft = Draft::new(Kind::Rebalance, ROOT, 0);
-    draft.plan.moves.push(Move { to: Location::new(tier, m.from.class(), frame[0]), ..m });
+    let to = Location::new(tier, m.from.class(), frame[0]);
+    draft.plan.moves.push(Move { to, ..m });
     let plan = pool.open_draft(lane, draft, 1000, false);
-    copy(m.from.frame(), frame[0]);
-    (pool.commit_plan(&plan).expect("open").moved == 1).then(|| frame[0])
+    let [from, to] = [m.from, to].map(|at| FrameId(pool.entry_at(at) as u32));
+    copy(from, to);
+    (pool.commit_plan(&plan).expect("open").moved == 1).then_some(to)
 }
 
 /// The books stand still and balance.

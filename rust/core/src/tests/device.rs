@@ -46,7 +46,8 @@ struct Frame {
 
 #[derive(Debug)]
 pub(super) struct Device {
-    page_bytes: Vec<u64>,
+    /// Of each group: in its own class, and compressed.
+    page_bytes: Vec<[u64; 2]>,
     states: Vec<bool>,
     frames: BTreeMap<u64, Frame>,
     writes: u64,
@@ -57,7 +58,13 @@ pub(super) struct Device {
 impl Device {
     pub(super) fn new(spec: &Spec) -> Self {
         Self {
-            page_bytes: (0..spec.groups().len()).map(|g| spec.page_bytes(GroupId(g as u8))).collect(),
+            page_bytes: (0..spec.groups().len())
+                .map(|g| GroupId(g as u8))
+                .map(|g| {
+                    let small = spec.small_class_of(g).map_or(0, |c| spec.classes()[c.as_usize()].page_bytes);
+                    [spec.page_bytes(g), small]
+                })
+                .collect(),
             states: spec.groups().iter().map(|g| g.kind == GroupKind::State).collect(),
             frames: BTreeMap::new(),
             writes: 0,
@@ -65,18 +72,29 @@ impl Device {
         }
     }
 
-    fn start(&self, tier: Tier, group: GroupId, frame: FrameId) -> u64 {
-        ((tier as u64) << 50) + u64::from(frame.0) * self.page_bytes[group.as_usize()]
+    /// Where a frame begins, and its bytes; it is named as block tables show it.
+    fn place(&self, tier: Tier, group: GroupId, frame: FrameId) -> (u64, u64) {
+        let [bytes, small] = self.page_bytes[group.as_usize()];
+        let (frame, bytes) = if (frame.0 as i32) < 0 { (!frame.0, small) } else { (frame.0, bytes) };
+        assert_ne!(frame, 0, "frame 0 is never given out");
+        (((tier as u64) << 50) + u64::from(frame) * bytes, bytes)
+    }
+
+    /// What lies there, if it is of that group and class.
+    fn find(&self, tier: Tier, group: GroupId, frame: FrameId) -> Option<&Frame> {
+        let (start, bytes) = self.place(tier, group, frame);
+        self.frames.get(&start).filter(|f| f.group == group && f.bytes == bytes)
     }
 
     /// The frame, for writing: what other groups left in these bytes is gone.
     fn open(&mut self, tier: Tier, group: GroupId, frame: FrameId) -> &mut Frame {
-        assert_ne!(frame.0, 0, "frame 0 is never given out");
-        let (start, bytes) = (self.start(tier, group, frame), self.page_bytes[group.as_usize()]);
+        let (start, bytes) = self.place(tier, group, frame);
         let over: Vec<u64> = self
             .frames
             .range(..start + bytes)
-            .filter(|(at, f)| **at + f.bytes > start && (**at != start || f.group != group))
+            .filter(|(at, f)| {
+                **at + f.bytes > start && (**at != start || f.group != group || f.bytes != bytes)
+            })
             .map(|(&at, _)| at)
             .collect();
         over.into_iter().for_each(|at| drop(self.frames.remove(&at)));
@@ -105,8 +123,7 @@ impl Device {
 
     /// Copy a page from one tier to another.
     pub(super) fn carry(&mut self, group: GroupId, from: (Tier, FrameId), to: (Tier, FrameId)) {
-        let start = self.start(from.0, group, from.1);
-        let cells = self.frames.get(&start).filter(|f| f.group == group).map(|f| f.cells.clone());
+        let cells = self.find(from.0, group, from.1).map(|f| f.cells.clone());
         let to = self.open(to.0, group, to.1);
         match cells {
             Some(cells) => to.cells = cells,
@@ -116,12 +133,7 @@ impl Device {
 
     /// Whether two frames say the same.
     pub(super) fn same(&self, group: GroupId, a: FrameId, b: FrameId) -> bool {
-        let of = |frame| {
-            self.frames
-                .get(&self.start(Tier::Device, group, frame))
-                .filter(|f| f.group == group)
-                .map(|f| &f.cells)
-        };
+        let of = |frame| self.find(Tier::Device, group, frame).map(|f| &f.cells);
         of(a) == of(b)
     }
 
@@ -137,7 +149,7 @@ impl Device {
         frame: FrameId,
         at: u32,
     ) -> Option<(Content, bool)> {
-        let frame = self.frames.get(&self.start(tier, group, frame)).filter(|f| f.group == group)?;
+        let frame = self.find(tier, group, frame)?;
         let cell = frame.cells[at as usize]?;
         Some((cell.content, self.done.contains(&cell.write)))
     }

@@ -48,6 +48,7 @@ enum What {
     Suspend,
     Resume,
     Preempt,
+    Compress,
     Rebalance,
     Reclaim,
     TopUp,
@@ -89,6 +90,7 @@ fn op() -> impl Strategy<Value = Op> {
         (7, Suspend),
         (7, Resume),
         (2, Preempt),
+        (9, Compress),
         (4, Rebalance),
         (3, Reclaim),
         (2, TopUp),
@@ -160,6 +162,7 @@ fn run(world: &mut World, Op { what, a, b, c, d }: Op) {
         (What::Suspend, Some(id)) => world.suspend(id, y, z % 5 > 0),
         (What::Resume, _) => world.resume(x),
         (What::Preempt, _) => world.preempt(x, u64::from(b) % 3000, z),
+        (What::Compress, _) => world.compress(x, u64::from(b) * 64, z),
         (What::Rebalance, _) => world.rebalance(x, u64::from(b) * 64, z % 20, d % 5 == 0),
         (What::Reclaim, _) => world.reclaim(x, u64::from(b) * 20, z % 4 == 0, d % 5 == 0),
         (What::TopUp, _) => world.top_up(x, u64::from(b) * 20, z % 20, d % 5 == 0),
@@ -199,7 +202,7 @@ proptest! {
     /// See the head of this file. `PROPTEST_CASES=100000` for a soak.
     #[test]
     fn the_books_hold(
-        spec in 0..9usize,
+        spec in 0..11usize,
         pages in 6..40u64,
         host in prop_oneof![1 => Just(0), 4 => 2..24u64],
         collide in prop::bool::weighted(0.1),

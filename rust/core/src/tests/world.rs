@@ -121,9 +121,14 @@ impl World {
         let options = Options { host_bytes, force_collisions, ..build::options(&spec, pages) };
         let pool = Arc::new(Pool::new(spec.clone(), &options).expect("a pool"));
         let org = build::plain_tenant(&pool, "org");
-        let publish = Policy { publish: vec![(org, None)], pin_budget: Units(1000), ..Policy::default() };
+        let publish = Policy {
+            publish: vec![(org, None)],
+            pin_budget: Units(1000),
+            compress: true,
+            ..Policy::default()
+        };
         let a = build::tenant(&pool, org, "a", &publish);
-        let b = build::tenant(&pool, org, "b", &Policy::default());
+        let b = build::tenant(&pool, org, "b", &Policy { compress: true, ..Policy::default() });
         let c = build::plain_tenant(&pool, "c");
         let batches = (0..BATCHES).map(|_| Rows {
             batch: build::batch(&pool, ROWS, MOST),

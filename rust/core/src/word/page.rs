@@ -5,7 +5,7 @@
 //! | bits | field | meaning |
 //! | --- | --- | --- |
 //! | 0-16 | `refs` | references held by sequences, batches and callers of the lower face |
-//! | 17 | `AWAY` | on its way off the device, off it, or on its way back: nobody finds, shares or pins it |
+//! | 17 | `AWAY` | off the device, in a smaller class than it was written in, or on its way there or back: nobody finds or pins it |
 //! | 18-23 | `pins` | pins on the page |
 //! | 24 | `LIVE` | given out: in hands, in the index, or on its way out |
 //! | 25 | `INDEXED` | has a key and stands in the index: it may be shared |
@@ -33,9 +33,10 @@
 //! free, and when a page that one holder has loses its key to be written anew ([`PageWord::renew`]): a reference names
 //! one content at most.
 //!
-//! A page goes AWAY in the hands of one holder alone, and nobody else can come by it until it is back: so an AWAY page has
-//! one reference or none. It keeps its key and its children: what continues it is found again when it is back. Without
-//! references it is no use to anybody, and leaves as soon as nothing continues it, QUEUED until then.
+//! A page goes AWAY in the hands of one holder alone, and nobody else can find it until it is back. It keeps its key and its
+//! children: what continues it is found again when it is back. Compression is final, so a compressed page never is; its holder
+//! may fork it, once its lease has ended. Without references an AWAY page is no use to anybody, and leaves as soon as nothing
+//! continues it, QUEUED until then; no lease is taken on it any more.
 
 use super::{ClassId, FrameId, Generation, Tier};
 
@@ -184,7 +185,7 @@ impl PageWord {
     pub const fn is_proven(self) -> bool {
         self.has(PROVEN)
     }
-    /// On its way off the device, off it, or on its way back.
+    /// Off the device, compressed, or on the way.
     #[inline]
     pub const fn is_away(self) -> bool {
         self.has(AWAY)
@@ -204,7 +205,10 @@ impl PageWord {
     /// One more reference for somebody who holds one already (a fork).
     #[inline]
     pub const fn share_held(self, generation: Generation) -> Option<Self> {
-        if self.generation().0 == generation.0 && self.refs() > 0 && self.refs() < MAX_REFS && !self.has(AWAY)
+        if self.generation().0 == generation.0
+            && self.refs() > 0
+            && self.refs() < MAX_REFS
+            && !self.has(AWAY | LEASED)
         {
             Some(Self(self.0 + 1))
         } else {
@@ -379,7 +383,9 @@ impl PageWord {
     /// A copy begins to use the frame.
     #[inline]
     pub const fn lease(self, generation: Generation) -> Option<Self> {
-        if self.generation().0 == generation.0 && self.has(LIVE) && !self.has(LEAVING) && !self.has(LEASED) {
+        let lost = self.has(AWAY) && self.refs() == 0;
+        let free = !self.has(LEAVING) && !self.has(LEASED) && !lost;
+        if self.generation().0 == generation.0 && self.has(LIVE) && free {
             Some(Self(self.0 | LEASED))
         } else {
             None
