@@ -84,6 +84,7 @@ class Pool:
         publish: Publish = ...,
         pin_budget: Size = ...,
         lend: bool = ...,
+        compress: bool = ...,
     ) -> Tenant: ...
     def tenants(self) -> list[Tenant]: ...
     def remove_tenant(self, tenant: Scope) -> int: ...
@@ -149,6 +150,16 @@ class Pool:
         batch: Batch | Iterable[Batch] | None = None,
         sessions: Iterable[Sequence] | None = None,
         mode: SuspendMode = "auto",
+        ttl: SupportsFloat = 30.0,
+        dry_run: bool = False,
+    ) -> Plan: ...
+    def compress(
+        self,
+        tenant: Scope,
+        bytes: Size,
+        *,
+        batch: Batch | Iterable[Batch] | None = None,
+        sessions: Iterable[Sequence] | None = None,
         ttl: SupportsFloat = 30.0,
         dry_run: bool = False,
     ) -> Plan: ...
@@ -276,6 +287,8 @@ class Tenant:
     def lent(self) -> int: ...
     def lend_unused(self) -> None: ...
     @property
+    def compress(self) -> bool: ...
+    @property
     def publish(self) -> dict[str, int | None]: ...
     def set(
         self,
@@ -288,6 +301,7 @@ class Tenant:
         publish: Publish = ...,
         pin_budget: Size = ...,
         lend: bool = ...,
+        compress: bool = ...,
     ) -> None: ...
     def freeze(self) -> None: ...
     def thaw(self) -> None: ...

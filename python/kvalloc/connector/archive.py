@@ -140,7 +140,8 @@ class Archive:
         keys = list(self._keys(sequence, tokens, full, share, adapter, adapter_generation, extra_key))
         kept = 0
         for cls in self._classes:
-            table = self._table(sequence, cls, full)
+            # Compressed pages (below 0) are not what their keys promise.
+            table = np.maximum(self._table(sequence, cls, full), 0)
             wanted = [at for at in np.flatnonzero(table).tolist() if keys[at][cls] not in self.connector]
             kept += int(np.count_nonzero(table)) - len(wanted)
             for begin in range(0, len(wanted), _AT_ONCE):

@@ -207,6 +207,9 @@ impl Pool {
     ///     Whether sequences of others may run in what it does not use of its reserve. It comes back by `Pool.give_back`, from
     ///     what others have beyond their own reserves: there with one plan, so with an engine's next step. Of the device alone;
     ///     `host` reserves are not lent. Default False. To end it what is lent must be there; else it is refused as a reserve is.
+    /// compress : bool, optional
+    ///     Whether pages it pays for may go on in a smaller class (`compress`), which makes them less exact for good. Default
+    ///     False.
     ///
     /// Returns
     /// -------
@@ -233,7 +236,8 @@ impl Pool {
     /// (3, 16777216, {'org': 8388608})
     #[pyo3(signature = (
         name, *, reserve = Given(None), limit = Given(None), weight = Given(None), priority = Given(None),
-        parent = Given(None), publish = Given(None), pin_budget = Given(None), lend = Given(None)
+        parent = Given(None), publish = Given(None), pin_budget = Given(None), lend = Given(None),
+        compress = Given(None)
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
     fn tenant(
@@ -247,9 +251,11 @@ impl Pool {
         publish: Given<'_>,
         pin_budget: Given<'_>,
         lend: Given<'_>,
+        compress: Given<'_>,
     ) -> PyResult<Tenant> {
         let owner = self.live().map(|_| &self.owner)?;
-        let changes = Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend };
+        let changes =
+            Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend, compress };
         tenant::create(owner, &name, &changes)
     }
 

@@ -335,6 +335,80 @@ impl Pool {
         })
     }
 
+    /// Let pages of live sequences go on in the smaller class of their layer group (``KVSpec(small_dtype=...)``): lossy, for good.
+    ///
+    /// Parameters
+    /// ----------
+    /// tenant : Tenant or str
+    ///     Whose sequences, those of the tenants below it included. Pages go whose payer allows it (``tenant(compress=True)``).
+    /// bytes : int or str
+    ///     How many bytes should come back.
+    /// batch : Batch or list of Batch, optional
+    ///     Batches whose sequences give pages; they go on.
+    /// sessions : list of Sequence, optional
+    ///     Sequences that stand in no batch: they give first.
+    /// ttl, dry_run : optional
+    ///     As in `suspend`.
+    ///
+    /// Returns
+    /// -------
+    /// Plan
+    ///     ``rungs["compress"]`` comes back with the commit; ``store.execute(plan)`` quantises. ``shortfall`` says what is missing:
+    ///     what others hold too, pins and other plans keep is let be, and so is what has no room beside what it is now.
+    ///
+    /// Raises
+    /// ------
+    /// InvalidArgument
+    ///     No tenant there allows it; the spec has no smaller class for a group whose pages stay.
+    /// UnknownTenant, WrongPool, SequenceBusy, ClosedError
+    ///
+    /// Notes
+    /// -----
+    /// Pages go that are full and published and that one sequence holds alone: the longest sequence first, its oldest pages
+    /// first. Block tables show them as ``~frame``, below 0, from the batch's next step on. From the plan's building on nobody
+    /// finds them: a prompt that begins like the sequence computes them again. They can't be written to, so the sequence can't
+    /// be truncated to the middle of one; and while the plan is open it can't be forked.
+    ///
+    /// Examples
+    /// --------
+    /// >>> spec = kvalloc.KVSpec.uniform(layers=4, kv_heads=2, head_dim=64, small_dtype="int8")
+    /// >>> pool = kvalloc.Pool(spec, "64MiB")
+    /// >>> acme = pool.tenant("acme", compress=True)
+    /// >>> batch = pool.batch(max_sequences=1, max_tokens=512)
+    /// >>> seq = pool.open(acme, range(64))
+    /// >>> row, out = batch.add(seq), batch.step()
+    /// >>> batch.commit([7])
+    /// >>> before = acme.held
+    /// >>> with pool.compress(acme, "1MiB", batch=batch) as plan:  # store.execute(plan) copies the bytes
+    /// ...     len(plan.moves)
+    /// 4
+    /// >>> before - acme.held == plan.rungs["compress"], (seq.block_table() < 0).tolist()
+    /// (True, [True, True, True, True])
+    #[pyo3(signature = (tenant, bytes, *, batch = None, sessions = None, ttl = None, dry_run = None))]
+    #[pyo3(text_signature = "($self, tenant, bytes, *, batch=None, sessions=None, ttl=30.0, dry_run=False)")]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
+    fn compress(
+        &self,
+        py: Python<'_>,
+        tenant: &Bound<'_, PyAny>,
+        bytes: &Bound<'_, PyAny>,
+        batch: Option<&Bound<'_, PyAny>>,
+        sessions: Option<&Bound<'_, PyAny>>,
+        ttl: Option<&Bound<'_, PyAny>>,
+        dry_run: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Plan> {
+        self.owner.live()?;
+        let tenant = self.owner.tenant(tenant, None)?;
+        let bytes = args::bytes(bytes)?;
+        let (ttl, dry) = (ttl_or(ttl)?, dry_or(dry_run)?);
+        let (batches, sessions) = (batches(batch)?, self::sessions(sessions)?);
+        self.plan(py, |core| {
+            let batches: Vec<&CoreBatch> = batches.iter().map(|b| &b.core).collect();
+            let from = From { batches: &batches, sessions: &sessions, spared: None };
+            core.compress(tenant, bytes, from, ttl, dry)
+        })
+    }
+
     /// Tell the pool how fast things are: for the estimates of plans, and for what restores sooner.
     ///
     /// Parameters

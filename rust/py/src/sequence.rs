@@ -175,7 +175,7 @@ impl Sequence {
         arrays::uint64(py, &pages.iter().map(|(page, _)| page.to_bits()).collect::<Vec<_>>())
     }
 
-    /// The frames of its pages of a layer group, as a row of a batch shows them.
+    /// The frames of its pages of a layer group, as a row of a batch shows them: compressed pages as ``~frame``, below 0.
     ///
     /// Parameters
     /// ----------

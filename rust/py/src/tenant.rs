@@ -63,6 +63,7 @@ pub(crate) struct Changes<'py> {
     pub(crate) publish: Given<'py>,
     pub(crate) pin_budget: Given<'py>,
     pub(crate) lend: Given<'py>,
+    pub(crate) compress: Given<'py>,
 }
 
 /// Units of so many bytes: reserves and budgets round up, limits down.
@@ -101,6 +102,9 @@ fn apply(owner: &Owner, policy: &mut Policy, changes: &Changes<'_>) -> PyResult<
     }
     if let Given(Some(value)) = &changes.lend {
         policy.lend = args::flag(value, "lend")?;
+    }
+    if let Given(Some(value)) = &changes.compress {
+        policy.compress = args::flag(value, "compress")?;
     }
     if let Given(Some(value)) = &changes.publish {
         policy.publish = publish(owner, value)?;
@@ -329,6 +333,12 @@ impl Tenant {
         self.live()?.lend_unused(self.id).map_err(|e| pyo3::Python::attach(|py| self.owner.error(py, &e)))
     }
 
+    /// bool : Whether pages it pays for may go on in a smaller class (`Pool.compress`): less exact, for good.
+    #[getter]
+    fn compress(&self) -> PyResult<bool> {
+        Ok(self.policy()?.compress)
+    }
+
     /// dict of str to (int or None) : Scopes it may publish into, and the most bytes charged there (None: no bound).
     #[getter]
     fn publish(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
@@ -344,7 +354,7 @@ impl Tenant {
     ///
     /// Parameters
     /// ----------
-    /// reserve, limit, weight, priority, publish, pin_budget, lend : optional
+    /// reserve, limit, weight, priority, publish, pin_budget, lend, compress : optional
     ///     As in `Pool.tenant`.
     /// parent : Tenant or str, optional
     ///     Only to check: a tenant can't move.
@@ -355,7 +365,8 @@ impl Tenant {
     ///     What can't be, see `Pool.tenant`: nothing is changed then.
     #[pyo3(signature = (
         *, reserve = Given(None), limit = Given(None), weight = Given(None), priority = Given(None),
-        parent = Given(None), publish = Given(None), pin_budget = Given(None), lend = Given(None)
+        parent = Given(None), publish = Given(None), pin_budget = Given(None), lend = Given(None),
+        compress = Given(None)
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
     fn set(
@@ -368,9 +379,11 @@ impl Tenant {
         publish: Given<'_>,
         pin_budget: Given<'_>,
         lend: Given<'_>,
+        compress: Given<'_>,
     ) -> PyResult<()> {
         self.live()?;
-        let changes = Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend };
+        let changes =
+            Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend, compress };
         change(&self.owner, self.id, &changes)
     }
 

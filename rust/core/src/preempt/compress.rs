@@ -19,6 +19,9 @@
 //!
 //! Callers: the binding; reclaim.rs, where the host tier is full.
 
+#[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
+mod tests;
+
 use std::{cmp::Reverse, sync::Arc};
 
 use super::{Build, Built, From, Wish};

@@ -76,7 +76,7 @@ pub(crate) fn options(spec: &Spec, pages: u64) -> Options {
     let largest = spec.sizes().iter().copied().max().unwrap_or(1);
     // Room for the reserved bytes, and whole extents where there are several sizes.
     Options {
-        device_bytes: (largest * (pages + 1)).next_multiple_of(spec.granule()),
+        device_bytes: (largest * (pages + 1)).max(4 * largest).next_multiple_of(spec.granule()),
         host_bytes: 0,
         secret: Some(Secret::from_bytes([7; 16])),
         max_tenants: 8,
