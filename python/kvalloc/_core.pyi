@@ -155,7 +155,7 @@ class Pool:
     ) -> Plan: ...
     def compress(
         self,
-        tenant: Scope,
+        tenant: Scope | None,
         bytes: Size,
         *,
         batch: Batch | Iterable[Batch] | None = None,

@@ -339,8 +339,8 @@ impl Pool {
     ///
     /// Parameters
     /// ----------
-    /// tenant : Tenant or str
-    ///     Whose sequences, those of the tenants below it included. Pages go whose payer allows it (``tenant(compress=True)``).
+    /// tenant : Tenant, str or None
+    ///     Whose sequences, those of the tenants below it included. None: anybody's. Pages go whose payer allows it (``tenant(compress=True)``).
     /// bytes : int or str
     ///     How many bytes should come back.
     /// batch : Batch or list of Batch, optional
@@ -398,7 +398,7 @@ impl Pool {
         dry_run: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Plan> {
         self.owner.live()?;
-        let tenant = self.owner.tenant(tenant, None)?;
+        let tenant = if tenant.is_none() { ROOT } else { self.owner.tenant(tenant, None)? };
         let bytes = args::bytes(bytes)?;
         let (ttl, dry) = (ttl_or(ttl)?, dry_or(dry_run)?);
         let (batches, sessions) = (batches(batch)?, self::sessions(sessions)?);

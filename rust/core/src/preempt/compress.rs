@@ -50,7 +50,9 @@ impl Pool {
         dry: bool,
     ) -> Result<Built, Error> {
         self.check_open()?;
-        self.check_tenant(tenant)?;
+        if tenant != ROOT {
+            self.check_tenant(tenant)?;
+        }
         if (0..self.groups.len()).all(|g| self.small_class(GroupId(g as u8)).is_none()) {
             return Err(Error::Argument(
                 "no layer group that keeps its pages has a smaller class; give the spec a small_dtype".into(),
@@ -92,7 +94,7 @@ impl Pool {
                 && !word.is_away()
                 && !word.is_leased()
                 && !at.is_outside()
-                && (within == ROOT || self.ledger.is_under(payer, within))
+                && self.ledger.is_under(payer, within)
                 && self.ledger.may_compress(payer)
         };
         let groups = (0..body.tables.len()).filter(|&g| self.small_class(GroupId(g as u8)).is_some());
