@@ -64,7 +64,7 @@ impl World {
             weight,
             pin_budget: Units(weight * 8),
             publish,
-            compress: reserve % 2 == 0,
+            compress: reserve.is_multiple_of(2),
             ..Policy::default()
         };
         // Refused or not: the claims tell.
