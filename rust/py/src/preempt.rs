@@ -404,7 +404,7 @@ impl Pool {
         let (batches, sessions) = (batches(batch)?, self::sessions(sessions)?);
         self.plan(py, |core| {
             let batches: Vec<&CoreBatch> = batches.iter().map(|b| &b.core).collect();
-            let from = From { batches: &batches, sessions: &sessions, spared: None };
+            let from = From { batches: &batches, sessions: &sessions, who: For::Anybody };
             core.compress(tenant, bytes, from, ttl, dry)
         })
     }

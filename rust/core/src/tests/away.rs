@@ -171,7 +171,7 @@ impl World {
         let batches = if which.is_multiple_of(3) { &[] } else { &batches[..] };
         let idle = self.sequences.values().filter(|m| m.batch.is_none()).map(|m| Arc::clone(&m.handle));
         let sessions: Vec<_> = if which.is_multiple_of(4) { Vec::new() } else { idle.collect() };
-        let from = From { batches, sessions: &sessions, spared: None };
+        let from = From { batches, sessions: &sessions, who: For::Anybody };
         let dry = which.is_multiple_of(5);
         let spec = &self.spec;
         let can = self

@@ -4,7 +4,7 @@ use super::*;
 use crate::{
     batch::Batch,
     ledger::Policy,
-    preempt::Wish,
+    preempt::{For, Wish},
     reclaim::Live,
     sequence::{Open, Sequence},
     spec::GroupKind::{Full, Window},
@@ -36,7 +36,7 @@ fn step(batch: &Batch) {
 }
 
 fn compress(pool: &Arc<Pool>, tenant: TenantId, bytes: u64, batch: &Batch) -> Plan {
-    let from = From { batches: &[batch], sessions: &[], spared: None };
+    let from = From { batches: &[batch], sessions: &[], who: For::Anybody };
     let dry = pool.compress(tenant, bytes, from, TTL, true).expect("allowed").0;
     green(pool);
     let plan = pool.compress(tenant, bytes, from, TTL, false).expect("allowed").0;
@@ -91,7 +91,7 @@ fn only_who_pays_can_allow_it() {
     let pool = host_pool(small_spec(&[(Full, 2)]), 40, 0);
     let (t, rows) = (plain_tenant(&pool, "t"), batch(&pool, 2, 64));
     let _sequence = running(&pool, &rows, t, 0, 20);
-    let from = From { batches: &[&rows], sessions: &[], spared: None };
+    let from = From { batches: &[&rows], sessions: &[], who: For::Anybody };
     let error = pool.compress(t, 1, from, TTL, false).expect_err("not allowed");
     assert!(error.to_string().contains("compress=True"), "{error}");
     // A tenant below that does allow it changes nothing for pages that are not its own.
@@ -104,7 +104,7 @@ fn only_who_pays_can_allow_it() {
     assert!(matches!(other.compress(t, 1, from, TTL, false), Err(Error::WrongPool("the batch"))));
     let plain = host_pool(spec(&[(Full, 2)]), 40, 0);
     let t = allows(&plain, "t");
-    let nobody = From { batches: &[], sessions: &[], spared: None };
+    let nobody = From { batches: &[], sessions: &[], who: For::Anybody };
     let error = plain.compress(t, 1, nobody, TTL, false).expect_err("no class");
     assert!(error.to_string().contains("small_dtype"), "{error}");
 }
@@ -227,7 +227,7 @@ fn the_ladder_compresses_where_the_host_tier_is_full_and_it_is_allowed() {
         let rows = batch(&pool, 3, 64);
         let _first = running(&pool, &rows, t, 0, 4 * PAGE + 1);
         let _second = running(&pool, &rows, t, 100, 4 * PAGE + 1);
-        let live = Live::Preempt(From { batches: &[&rows], sessions: &[], spared: None }, Wish::Auto);
+        let live = Live::Preempt(From { batches: &[&rows], sessions: &[], who: For::Anybody }, Wish::Auto);
         let (plan, stopped) = pool.reclaim(t, 3 * 256, live, TTL, false).expect("a tenant");
         let compresses = host == 0 && allowed;
         assert_eq!((plan.rungs.compress > 0, stopped.is_empty()), (compresses, compresses));
