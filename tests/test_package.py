@@ -12,7 +12,15 @@ def test_version_is_the_distribution_s():
 
 
 def test_all_names_exist():
-    assert [name for name in kvalloc.__all__ if not hasattr(kvalloc, name)] == []
+    missing = []
+    for name in kvalloc.__all__:
+        try:
+            getattr(kvalloc, name)
+        except ModuleNotFoundError as error:  # a store whose library is an extra that is not installed
+            assert (name, error.name) in {("TorchStore", "torch"), ("CupyStore", "cupy")}
+        except AttributeError:
+            missing.append(name)
+    assert missing == []
 
 
 def test_import_is_light():

@@ -293,8 +293,8 @@ impl Pool {
     /// --------
     /// >>> pool = kvalloc.Pool(kvalloc.KVSpec.uniform(layers=4, kv_heads=2, head_dim=64), "64MiB")
     /// >>> acme, beta = pool.tenant("acme", reserve="32MiB", lend=True), pool.tenant("beta")
-    /// >>> batch = pool.batch(max_sequences=2, max_tokens=16384)
-    /// >>> seq = pool.open(beta, range(12288))
+    /// >>> batch = pool.batch(max_sequences=2, max_tokens=32768)
+    /// >>> seq = pool.open(beta, range(24576))
     /// >>> row, out = batch.add(seq), batch.step()
     /// >>> batch.commit()
     /// >>> beta.held >> 20, acme.lent >> 20  # it runs in acme's reserve
