@@ -293,7 +293,7 @@ class Squeeze:
         told = [f"an answer stops after {len(a.tokens)} tokens" for a in busy if a.request in stopped]
         back, swapped, shared = map(kvalloc.format_bytes, (plan.bytes, plan.copied[1], plan.shared))
         self._tell(
-            f"{back} are taken back from {self._gives.name}: {', '.join(told) or 'nobody stops'}, {swapped} "
+            f"{back} are taken back from {self._gives.name}, {', '.join(told) or 'nobody stops'}, {swapped} "
             f"go to the host, {shared} that others share stay"
         )
         self._gets.set(limit=self._gets.reserve + self.size)

@@ -200,7 +200,7 @@ def print_demo(result: dict[str, Any], console: Console) -> None:
     ]
     pressure = result["pressure"]
     lines += [
-        wrapped("" if at else "taken", [f"step {event['step']}: {event['text']}"], console.width)
+        wrapped("" if at else "taken", f"step {event['step']}: {event['text']}".split(", "), console.width)
         for at, event in enumerate(pressure["events"])
     ]
     if pressure["happened"]:
