@@ -205,16 +205,22 @@ impl Orders {
 
     /// Put pages into their payer's order, one behind the other.
     pub(crate) fn enqueue_all(&self, pages: &Pages, tenant: TenantId, ids: &[PageId]) {
-        // Nobody but the caller touches these pages' halves before they are linked.
-        let is_in = |id: PageId, half| pages.read(id).is_proven() == (half == Half::Proven);
-        let proven = ids.iter().filter(|&&id| is_in(id, Half::Proven)).count();
-        let counts = [(Half::New, ids.len() - proven), (Half::Proven, proven)];
-        self.word(tenant, COUNTS).plus(counts.iter().map(|&(half, n)| half.count() * n as u64).sum());
-        for (half, _) in counts.into_iter().filter(|&(_, n)| n > 0) {
-            let items = ids.iter().filter(|&&id| is_in(id, half)).map(|&id| (id, self.spares.of(id)));
-            self.queue(tenant, half).push(pages, items);
+        for ids in ids.chunks(u64::BITS as usize) {
+            // Looked at once: a page may be hit, made private and published anew before it is linked, which changes its half.
+            let proven =
+                (0..).zip(ids).fold(0, |set, (n, &id)| set | u64::from(pages.read(id).is_proven()) << n);
+            let new = !proven & u64::MAX >> (u64::BITS as usize - ids.len());
+            let halves = [(Half::New, new), (Half::Proven, proven)];
+            let counts = halves.map(|(half, set)| half.count() * u64::from(set.count_ones()));
+            self.word(tenant, COUNTS).plus(counts.iter().sum());
+            for (half, set) in halves.into_iter().filter(|&(_, set)| set != 0) {
+                let items = (0..).zip(ids).filter(|&(n, _)| set >> n & 1 == 1);
+                self.queue(tenant, half).push(pages, items.map(|(_, &id)| (id, self.spares.of(id))));
+            }
         }
-        self.unstick(tenant);
+        if !ids.is_empty() {
+            self.unstick(tenant);
+        }
     }
 
     /// One child of a page has left the index; with the last one the page itself can leave.

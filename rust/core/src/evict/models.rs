@@ -241,6 +241,28 @@ fn a_release_stays_in_its_queue() {
     });
 }
 
+/// Between its release and its link a page is hit, loses its key and is published anew, among the proven ones: it stands in
+/// the order once.
+#[test]
+fn a_page_changes_its_half_before_it_is_linked() {
+    model(|| {
+        let books = Books::held(1);
+        let page = PageId(0);
+        let release = move |books: &Books| books.pages.transit_with(page, |w| w.drop_ref(Generation(0)));
+        assert_eq!(release(&books), Ok(Dropped::Cached { enqueue: true }));
+        let other = Books::spawn(&books, move |books| {
+            assert!(books.hit(0), "nobody takes it");
+            books.pages.transit(page, |w| w.unpublish()).expect("it is held");
+            books.pages.transit(page, |w| w.publish(true)).expect("it is held");
+            assert_eq!(release(books), Ok(Dropped::Cached { enqueue: false }));
+        });
+        books.orders.enqueue_all(&books.pages, TENANT, &[page]);
+        other.join().expect("no panic");
+        assert_eq!(books.rest(), [0]);
+        assert_eq!(books.orders.queued(TENANT), Queued::default());
+    });
+}
+
 /// Two hands that take all at once, while a run is put in.
 #[test]
 fn runs_beside_runs() {
