@@ -233,7 +233,9 @@ fn rows_that_cross_an_edge_take_nothing_from_others() {
         let b = plain_tenant(&pool, "b");
         let mine = batch(&pool, 2, 16);
         let sequences: Vec<_> = (0..2).map(|n| open(&pool, a, 10 * n..10 * n + 4)).collect();
-        sequences.iter().for_each(|s| drop(mine.add(s).expect("a row")));
+        for s in &sequences {
+            mine.add(s).expect("a row");
+        }
         run(&mine, 1);
         let other = spawn(&pool, move |pool| {
             let face = Pages::new(pool);
@@ -254,7 +256,9 @@ fn a_step_beside_a_close_by_handle() {
         let t = plain_tenant(&pool, "t");
         let mine = batch(&pool, 2, 16);
         let sequences: Vec<_> = (0..2).map(|n| open(&pool, t, 10 * n..10 * n + 5)).collect();
-        sequences.iter().for_each(|s| drop(mine.add(s).expect("a row")));
+        for s in &sequences {
+            mine.add(s).expect("a row");
+        }
         let victim = Arc::clone(&sequences[0]);
         let other = thread::spawn(move || match victim.close() {
             Ok(()) | Err(Error::Busy(_)) => {}
