@@ -40,7 +40,7 @@ def serve(pool, answer):
 
 
 def in_processes(worker, folder, *args, ranks=2):
-    """Run ``worker(rank, ranks, *args)`` in a process each: what they return. A process that fails fails the test."""
+    """Run ``worker(rank, ranks, *args)`` in a process each: what they return. One that fails, fails here."""
     if not torch.distributed.is_available():
         pytest.skip("torch without distributed")
     torch.multiprocessing.spawn(_join, (worker, folder, ranks, args), nprocs=ranks)
@@ -58,7 +58,7 @@ def _join(rank, worker, folder, ranks, args):
 
 
 def attend_in_part(rank, ranks, whole):
-    """Serve with the heads of one rank; the outputs of all, side by side, and whether all had the same pages."""
+    """Serve with the heads of one rank: the outputs of all, side by side; whether all had the same pages."""
     # A spec of all ranks that the store divides; or, as engines have it, that of one rank.
     spec = spec_of("full", "window")
     if not whole:
