@@ -59,10 +59,10 @@ def main() -> None:
     """Replay with each policy and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--device", default="12GiB")
+    parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument("--device", default="10GiB")
     parser.add_argument("--host", default="8GiB")
-    parser.add_argument("--step-time", default="prefill=2e-5,host=25e9", help="as kvalloc replay takes it")
+    parser.add_argument("--step-time", default="prefill=1e-4,host=25e9", help="as kvalloc replay takes it")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     result: dict[str, Any] = {"machine": machine(), "device": asked.device, "host": asked.host}
