@@ -54,7 +54,8 @@ mod models;
 mod tests;
 
 use crate::{
-    page::{Link, Pages},
+    index::page_before,
+    page::Pages,
     sync::{Atom, AtomicU64, Words},
     word::{PageId, PageRef, TenantId, page::PageWord},
 };
@@ -370,13 +371,11 @@ impl Orders {
         for (half, n) in [(Half::New, new), (Half::Proven, proven)] {
             for _ in 0..n {
                 let Some((id, node)) = self.queue(tenant, half).pop(pages, 1).next() else { break };
-                // Nobody comes by such a page any more, so it gains no child.
                 let word = pages.read(id);
                 let lost = word.is_cached()
                     && pages.children(id) == 0
                     && (word.is_away() || continues_lost(pages, id, word));
-                let take = |w: PageWord| if w.is_away() || w == word { w.evict() } else { None };
-                if lost && let Ok(word) = pages.transit(id, take) {
+                if lost && let Some(word) = take_leaf(pages, id, word) {
                     self.word(tenant, COUNTS).minus(half.count());
                     self.spares.set(id, &node);
                     if let Some(parent) = out(id, word) {
@@ -507,13 +506,31 @@ impl Run {
     }
 }
 
+/// Take a cached page that nothing continues out of the order, if it is as it was `seen` all the time: LEAVING. The caller has
+/// its place in the order, so no hand is at it.
+///
+/// A hit and a release bring the word back to what it was, with a child more, but for the VISITED bit: so that goes before the
+/// children are looked at.
+pub(crate) fn take_leaf(pages: &Pages, id: PageId, seen: PageWord) -> Option<PageWord> {
+    let unvisited = seen.pass(seen.is_proven());
+    if seen.is_visited() {
+        pages.transit(id, |w| if w == seen { Some(unvisited) } else { None }).ok()?;
+    }
+    if pages.children(id) > 0 {
+        return None;
+    }
+    pages.transit(id, |w| if w == unvisited { w.evict() } else { None }).ok()
+}
+
 /// Whether a page continues one that is off the device and held by nobody, by way of others that are cached too: then
-/// nobody finds it.
-fn continues_lost(pages: &Pages, id: PageId, word: PageWord) -> bool {
-    let (mut id, mut word) = (id, word);
-    while word.is_indexed()
-        && let Link::Page(parent) = pages.link(id)
-    {
+/// nobody finds it, but by a copy of that one.
+fn continues_lost(pages: &Pages, mut id: PageId, mut word: PageWord) -> bool {
+    // (No chain is longer: one that changes under the eyes may lead in a circle.)
+    for _ in 0..pages.len() {
+        if !word.is_indexed() {
+            return false;
+        }
+        let Some(parent) = page_before(pages, id) else { return false };
         (id, word) = (parent.id, pages.read(parent.id));
         if word.generation() != parent.generation || !word.is_cached() {
             return false;

@@ -29,7 +29,7 @@
 //!
 //! A page is listed under its key while it is INDEXED, and from just before: one that is refused is never INDEXED, so
 //! whoever guesses an id instead of looking it up ([`Hints::onward`]) finds listed pages only. It is removed by whoever
-//! owns it LEAVING, or by its holder, before its names change. Callers: pool.rs; audit.rs reads.
+//! owns it LEAVING, or by its holder, before its names change. Callers: pool.rs; audit.rs and evict.rs read.
 
 use crate::{
     page::{Link, Pages},

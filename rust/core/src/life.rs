@@ -11,6 +11,7 @@
 use crate::{
     error::Refusal,
     event::Event,
+    evict::take_leaf,
     index::{Parent, Seen},
     ledger::Refused,
     page::{Line, Link},
@@ -297,11 +298,16 @@ impl Pool {
     /// A page that has just been let go by all, and of which there is another copy, ends at once: sequences that built the
     /// same prefix at the same time keep one copy of it. The caller would put it into the order, so nobody else evicts it.
     fn drop_twin(&self, id: PageId) -> bool {
-        let first = PageRef::from_bits(self.pages.prefix(id)).id;
-        if first == id || self.pages.children(id) > 0 || !self.index.has_copy(&self.pages, id) {
+        let seen = self.pages.read(id);
+        let page = PageRef { id, generation: seen.generation() };
+        // The first that had this content knows of no copy, nor does one whose key was taken from it.
+        if !seen.is_indexed() || self.pages.prefix(id) == page.to_bits() || self.pages.children(id) > 0 {
             return false;
         }
-        let Ok(word) = self.pages.transit(id, |w| w.evict()) else { return false };
+        if !self.index.has_copy(&self.pages, id) {
+            return false;
+        }
+        let Some(word) = take_leaf(&self.pages, id, seen) else { return false };
         self.expel_alone(id, word);
         true
     }

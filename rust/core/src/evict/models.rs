@@ -263,6 +263,34 @@ fn a_page_changes_its_half_before_it_is_linked() {
     });
 }
 
+/// Whoever has a page's place in the order looks at it, while others hit it, continue it and let it go, which leaves its word
+/// as it was: it does not leave with a child.
+#[test]
+fn a_leaf_that_gains_a_child_stays() {
+    model(|| {
+        let books = Books::held(1);
+        let page = PageId(0);
+        assert!(books.hit(0));
+        let release = move |books: &Books| books.pages.transit_with(page, |w| w.drop_ref(Generation(0)));
+        release(&books).expect("it is held twice");
+        assert_eq!(release(&books), Ok(Dropped::Cached { enqueue: true }));
+        let seen = books.pages.read(page);
+        assert!(seen.is_visited());
+        let other = Books::spawn(&books, move |books| {
+            let hit = books.hit(0);
+            if hit {
+                assert!(books.pages.add_child(page), "there is room");
+                assert_eq!(release(books), Ok(Dropped::Cached { enqueue: false }));
+            }
+            hit
+        });
+        let taken = take_leaf(&books.pages, page, seen).is_some();
+        let hit = other.join().expect("no panic");
+        assert!(!(hit && taken), "a page that another one continues has left");
+        assert_eq!(books.pages.children(page), u32::from(hit));
+    });
+}
+
 /// Two hands that take all at once, while a run is put in.
 #[test]
 fn runs_beside_runs() {
