@@ -46,6 +46,14 @@ pub(crate) struct News {
     events: Vec<Event>,
 }
 
+/// Where a page is charged, and how much.
+#[derive(Clone, Copy)]
+struct Account {
+    payer: TenantId,
+    tier: Tier,
+    units: Units,
+}
+
 impl Pool {
     pub(crate) fn tier_of(&self, id: PageId) -> Tier {
         self.pages.location(id).tier().unwrap_or(Tier::Device)
@@ -211,11 +219,12 @@ impl Pool {
     pub(crate) fn hold(&self, lane: Lane, found: &[PageRef]) -> (usize, Option<Refusal>) {
         let mut held = 0;
         while held < found.len() {
-            // A page in another life may be another tenant's, whose books this must not touch even for a moment.
+            // A page in another life may be another tenant's, whose books this must not touch even for a moment. The word
+            // first, for a life has its payer when it is there to be found; one that is over can't be held any more.
             let payer_of = |page: &PageRef| {
                 let line = self.pages.line(page.id);
-                let payer = line.payer();
-                (line.read().generation() == page.generation).then_some(payer)
+                let word = line.read();
+                (word.generation() == page.generation && !word.is_free()).then(|| line.payer())
             };
             let Some(payer) = payer_of(&found[held]) else { break };
             let run = found[held..].iter().take_while(|page| payer_of(page) == Some(payer)).count();
@@ -385,19 +394,33 @@ impl Pool {
 
     /// A copy has ended; what everybody let go of meanwhile is cached or free now.
     pub(crate) fn end_lease(&self, lane: Lane, page: PageRef, away: impl Fn(PageWord) -> bool) {
+        // Nobody else moves it while it is leased.
+        let account = self.account_of(page.id);
         let ended = self.pages.transit_with(page.id, |w| w.unlease(page.generation, away(w)));
         match ended {
             Ok(Ended::Leaving) => self.free_leaving(lane, page.id),
-            Ok(Ended::Cached { enqueue }) => self.park_alone(lane, page.id, enqueue),
+            Ok(Ended::Cached { enqueue }) => self.park_alone(lane, page.id, account, enqueue),
             Ok(Ended::Kept) | Err(_) => {}
+        }
+    }
+
+    /// Where a page is charged. To be read before the transition that lets go of it: what an order lists may be evicted at once,
+    /// and be another tenant's.
+    fn account_of(&self, id: PageId) -> Account {
+        let line = self.pages.line(id);
+        let at = line.location();
+        Account {
+            payer: line.payer(),
+            tier: at.tier().unwrap_or(Tier::Device),
+            units: Units(self.classes[at.class().as_usize()].units),
         }
     }
 
     /// A page that has just become cached and is counted as held. What is off the device can't be hit, so it ends at once,
     /// unless others continue it, or an order lists it already.
-    fn park_alone(&self, lane: Lane, id: PageId, enqueue: bool) {
-        let (payer, tier) = (self.pages.payer(id), self.tier_of(id));
-        self.ledger.park(tier, payer, Units(self.units_of(id)));
+    fn park_alone(&self, lane: Lane, id: PageId, account: Account, enqueue: bool) {
+        let Account { payer, tier, units } = account;
+        self.ledger.park(tier, payer, units);
         if tier == Tier::Host {
             self.lost.plus(1);
         }
@@ -421,12 +444,15 @@ impl Pool {
         true
     }
 
-    /// Drop one reference on a page that may be off the device, or on its way: where it lies is known only after that.
-    /// Whether the reference was stale.
+    /// Drop one reference on a page that may be off the device, or on its way. Whether the reference was stale.
     fn let_go_away(&self, lane: Lane, page: PageRef) -> bool {
-        match self.pages.transit_with(page.id, |w| w.drop_ref(page.generation)) {
-            Ok(dropped) => {
-                self.settle_alone(lane, page.id, dropped);
+        // With the word that is dropped: between it and the end of a lease a page does not move.
+        let drop_ref = |w: PageWord| {
+            w.drop_ref(page.generation).map(|(next, dropped)| (next, (dropped, self.account_of(page.id))))
+        };
+        match self.pages.transit_with(page.id, drop_ref) {
+            Ok((dropped, account)) => {
+                self.settle_alone(lane, page.id, dropped, account);
                 false
             }
             Err(_) => true,
@@ -434,13 +460,11 @@ impl Pool {
     }
 
     /// The books of one page whose reference was dropped.
-    fn settle_alone(&self, lane: Lane, id: PageId, dropped: Dropped) {
+    fn settle_alone(&self, lane: Lane, id: PageId, dropped: Dropped, account: Account) {
         match dropped {
             Dropped::Held => {}
-            Dropped::Pinned => {
-                self.ledger.to_pinned(self.tier_of(id), self.pages.payer(id), Units(self.units_of(id)));
-            }
-            Dropped::Cached { enqueue } => self.park_alone(lane, id, enqueue),
+            Dropped::Pinned => self.ledger.to_pinned(account.tier, account.payer, account.units),
+            Dropped::Cached { enqueue } => self.park_alone(lane, id, account, enqueue),
             Dropped::Leaving => {
                 self.free_leaving(lane, id);
                 self.stats.count(lane, Counter::PagesReleased, 1);
@@ -474,13 +498,14 @@ impl Pool {
         scratch.queue.clear();
         let (mut parked, mut pinned, mut stale) = (0, 0, 0);
         for page in run {
+            // It may have landed in another tier since the run was made up.
             let drop_ref = |w: PageWord| {
-                w.drop_ref(page.generation).map(|(next, dropped)| (next, (dropped, w.is_away())))
+                let (next, dropped) = w.drop_ref(page.generation)?;
+                Some((next, (dropped, w.is_away().then(|| self.account_of(page.id)))))
             };
             match self.pages.transit_with(page.id, drop_ref) {
                 Ok((Dropped::Held, _)) => {}
-                // It may have landed in another tier since the run was made up.
-                Ok((dropped, true)) => self.settle_alone(lane, page.id, dropped),
+                Ok((dropped, Some(account))) => self.settle_alone(lane, page.id, dropped, account),
                 Ok((Dropped::Pinned, _)) => pinned += units,
                 Ok((Dropped::Cached { enqueue }, _)) => {
                     parked += units;

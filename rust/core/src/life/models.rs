@@ -11,14 +11,27 @@ use crate::{
     ledger::{Policy, ROOT},
     pool::Options,
     spec::{Dtype, GroupKind, GroupSpec, Layout, Spec},
-    word::Units,
+    word::{Generation, Units},
 };
 
 const G: GroupId = GroupId(0);
 const LANE: Lane = Lane(0);
 
+/// A pool makes more accesses than loom expects of a model.
+fn model(f: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.max_branches = 10_000;
+    builder.check(f);
+}
+
 /// A pool of one page, which is published and held.
 fn pool() -> (Arc<Pool>, TenantId, PageRef) {
+    let (pool, [tenant], page) = shared_pool(["t"]);
+    (pool, tenant, page)
+}
+
+/// The same, with so many tenants; the page is the first one's.
+fn shared_pool<const N: usize>(names: [&str; N]) -> (Arc<Pool>, [TenantId; N], PageRef) {
     let group = GroupSpec {
         name: "full".into(),
         kind: GroupKind::Full,
@@ -34,21 +47,26 @@ fn pool() -> (Arc<Pool>, TenantId, PageRef) {
         device_bytes: spec.sizes()[0] * 2,
         host_bytes: spec.sizes()[0] * 2,
         secret: Some(Secret::from_bytes([1; 16])),
-        max_tenants: 1,
+        max_tenants: N as u32,
         compare_tokens: true,
         manual_clock: true,
         events: 0,
         force_collisions: false,
     };
     let pool = Pool::new(spec, &options).expect("a pool");
-    let tenant = pool.ledger().create(ROOT, "t", &Policy::default()).expect("a tenant");
+    let tenants = names.map(|name| pool.ledger().create(ROOT, name, &Policy::default()).expect("a tenant"));
+    let page = take(&pool, tenants[0]).expect("it is free");
+    (Arc::new(pool), tenants, page)
+}
+
+/// The page, published and held.
+fn take(pool: &Pool, tenant: TenantId) -> Option<PageRef> {
     let mut pages = Vec::new();
-    let taken = pool.take(LANE, tenant, G, 1, &mut 0, &mut pages, &mut Scratch::default());
-    taken.expect("it is free");
+    pool.take(LANE, tenant, G, 1, &mut 0, &mut pages, &mut Scratch::default()).ok()?;
     let names =
         Names { key: 7, parent: Parent::Digest(1), tokens: Some(&[1, 2]), counted: false, continued: false };
     pool.publish(LANE, pages[0], G, &names, false, &mut News::default()).expect("there is room");
-    (Arc::new(pool), tenant, pages[0])
+    Some(pages[0])
 }
 
 /// The page is free, cached or held so often, and the books of both tiers say the same.
@@ -99,7 +117,7 @@ fn evict(pool: &Pool, tenant: TenantId) -> bool {
 
 #[test]
 fn a_hit_beside_an_eviction() {
-    loom::model(|| {
+    model(|| {
         let (pool, tenant, page) = pool();
         release(&pool, page);
         let other = {
@@ -115,7 +133,7 @@ fn a_hit_beside_an_eviction() {
 
 #[test]
 fn a_release_beside_a_hit() {
-    loom::model(|| {
+    model(|| {
         let (pool, tenant, page) = pool();
         let other = {
             let pool = Arc::clone(&pool);
@@ -130,7 +148,7 @@ fn a_release_beside_a_hit() {
 
 #[test]
 fn a_release_beside_an_eviction() {
-    loom::model(|| {
+    model(|| {
         let (pool, tenant, page) = pool();
         let other = {
             let pool = Arc::clone(&pool);
@@ -145,7 +163,7 @@ fn a_release_beside_an_eviction() {
 
 #[test]
 fn two_releases_of_one_reference() {
-    loom::model(|| {
+    model(|| {
         let (pool, tenant, page) = pool();
         let other = {
             let pool = Arc::clone(&pool);
@@ -159,7 +177,7 @@ fn two_releases_of_one_reference() {
 
 #[test]
 fn a_hit_beside_a_departure() {
-    loom::model(|| {
+    model(|| {
         let (pool, tenant, page) = pool();
         let other = {
             let pool = Arc::clone(&pool);
@@ -179,7 +197,7 @@ fn a_hit_beside_a_departure() {
 #[test]
 fn a_release_beside_the_end_of_a_departure() {
     for done in [true, false] {
-        loom::model(move || {
+        model(move || {
             let (pool, tenant, page) = pool();
             let way = depart(&pool, tenant, page).expect("held once");
             let other = {
@@ -199,7 +217,7 @@ fn a_release_beside_the_end_of_a_departure() {
 
 #[test]
 fn a_release_beside_a_return() {
-    loom::model(|| {
+    model(|| {
         let (pool, tenant, page) = pool();
         let out = depart(&pool, tenant, page).expect("held once");
         end(&pool, tenant, page, out, true);
@@ -215,5 +233,56 @@ fn a_release_beside_a_return() {
         assert_eq!(other.join().expect("no panic"), 0);
         check(&pool, tenant, page, 0);
         assert!(pool.pages.read(page.id).is_cached(), "it has come back, and can be hit");
+    });
+}
+
+/// A page off the device that an order lists still is let go while the hand takes it, and its frame and its id become
+/// another tenant's: each is charged for his own.
+#[test]
+fn a_release_beside_the_eviction_of_what_is_away() {
+    model(|| {
+        let (pool, [tenant, next], page) = shared_pool(["t", "u"]);
+        assert_eq!(release(&pool, page), 0);
+        assert_eq!(pool.hold(LANE, &[page]).0, 1);
+        let way = depart(&pool, tenant, page).expect("held once");
+        end(&pool, tenant, page, way, true);
+        let other = {
+            let pool = Arc::clone(&pool);
+            thread::spawn(move || evict(&pool, tenant).then(|| take(&pool, next).expect("it is free")))
+        };
+        assert_eq!(release(&pool, page), 0);
+        match other.join().expect("no panic") {
+            None => check(&pool, tenant, page, 0),
+            Some(page) => {
+                check(&pool, next, page, 1);
+                for tier in Tier::ALL {
+                    let left = pool.ledger.usage(tier, tenant);
+                    assert_eq!((left.held, left.cached), (Units(0), Units(0)), "{tier:?}");
+                }
+            }
+        }
+    });
+}
+
+/// Somebody guesses the next life of a page, which becomes another tenant's at that moment: whose books move is his.
+#[test]
+fn a_guessed_reference_beside_the_next_life() {
+    model(|| {
+        let (pool, [tenant, next], page) = shared_pool(["t", "u"]);
+        assert_eq!(release(&pool, page), 0);
+        assert!(evict(&pool, tenant));
+        let guess = PageRef { generation: Generation(page.generation.0 + 1), ..page };
+        let other = {
+            let pool = Arc::clone(&pool);
+            thread::spawn(move || {
+                let page = take(&pool, next).expect("it is free");
+                assert_eq!(release(&pool, page), 0);
+            })
+        };
+        let held = pool.hold(Lane(1), &[guess]).0 as u32;
+        other.join().expect("no panic");
+        check(&pool, next, guess, held);
+        let left = pool.ledger.usage(Tier::Device, tenant);
+        assert_eq!((left.held, left.cached), (Units(0), Units(0)));
     });
 }
