@@ -99,7 +99,7 @@ impl Pool {
         expired.len()
     }
 
-    /// End what keeps pages and whose time is over: pins, and the leases of plans. How many.
+    /// End what keeps pages and whose time is over: pins, and the leases of plans. How many. Never waits.
     pub(crate) fn expire(&self) -> usize {
         self.expire_pins() + self.expire_plans()
     }
@@ -146,12 +146,15 @@ impl Pool {
         if pages > 0 {
             return Err(Error::InUse { pages });
         }
+        let cached = |id: &PageId| self.pages.read(*id).is_cached();
+        let most = (0..self.pages.len()).map(PageId).filter(cached).count() as u64;
         let _op = self.enter(Lane(0));
         // From here on no key of before is asked for; what is still listed under one is on its way out.
         self.weights_epoch.plus(1);
-        // Children leave before parents, which may stand in the order of an earlier tenant: until a round finds nothing.
+        // Children leave before parents, which may stand in the order of an earlier tenant: until a round finds nothing, or as
+        // many have gone as there were (others cache new ones meanwhile).
         let mut dropped = 0;
-        loop {
+        while dropped < most {
             let more: u64 = (0..=self.ledger.top()).map(|t| self.drop_cached(TenantId(t))).sum();
             if more == 0 {
                 break;

@@ -145,7 +145,7 @@ impl Pool {
             if short == 0 || left == 0 {
                 break;
             }
-            let units = short.next_multiple_of(extent) / self.spec.unit();
+            let units = short.div_ceil(extent).saturating_mul(extent) / self.spec.unit();
             let freed = self.evict_units(lane, ROOT, asker, u32::try_from(units).unwrap_or(u32::MAX));
             draft.plan.rungs.free += self.bytes(freed);
             if freed == 0 {
@@ -196,7 +196,7 @@ impl Pool {
             if chosen.is_empty() {
                 break;
             }
-            let mut emptying = self.lease_all(chosen, goal);
+            let mut emptying = self.lease_all(chosen, goal, left);
             self.settle_destinations(lane, &mut emptying);
             let mut extents = Vec::with_capacity(emptying.len());
             for one in emptying {
@@ -292,8 +292,14 @@ impl Pool {
         chosen
     }
 
-    /// Drain extents and lease what lives in them. Those in which something stays are let be.
-    fn lease_all(&self, chosen: Vec<(ExtentId, SizeId)>, goal: Option<SizeId>) -> Vec<Emptying> {
+    /// Drain extents and lease what lives in them. Those in which something stays are let be, and those in which by now there
+    /// is more than may be moved.
+    fn lease_all(
+        &self,
+        chosen: Vec<(ExtentId, SizeId)>,
+        goal: Option<SizeId>,
+        mut most: usize,
+    ) -> Vec<Emptying> {
         let arena = self.arena(Tier::Device);
         let drained = |&(extent, size): &(ExtentId, SizeId)| arena.drain(extent, size, goal);
         let mut emptying: Vec<_> = chosen
@@ -345,10 +351,12 @@ impl Pool {
             let used = if state.draining { state.total - state.free } else { 0 };
             // What nobody has claimed is whoever's is in the middle of a call.
             let stays = one.blocked || used > one.leased.len() as u32 + one.others;
-            if stays {
-                self.let_be(one);
+            let left = most.checked_sub(one.leased.len()).filter(|_| !stays);
+            match left {
+                Some(left) => most = left,
+                None => self.let_be(one),
             }
-            !stays
+            left.is_some()
         });
         emptying
     }

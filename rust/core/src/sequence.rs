@@ -105,6 +105,7 @@ pub struct Counts {
     pub cached: u32,
 }
 
+/// (A panic inside left the body as it was between two steps of the books: it can still be closed.)
 pub(crate) fn try_lock<'a, T>(lock: &'a Mutex<T>, what: &'static str) -> Result<MutexGuard<'a, T>, Error> {
     match lock.try_lock() {
         Ok(guard) => Ok(guard),
@@ -188,8 +189,8 @@ impl Pool {
 
     fn protection(&self, open: &Open<'_>) -> Protection {
         let level = u16::from(open.protection.min(100)).div_ceil(7).min(Protection::MAX_LEVEL);
-        let until =
-            (open.protection_ms > 0).then(|| (self.clock.now_ms() + open.protection_ms).div_ceil(1000));
+        let end = || self.clock.now_ms().saturating_add(open.protection_ms).div_ceil(1000);
+        let until = (open.protection_ms > 0).then(end);
         if level == 0 { Protection::default() } else { Protection::new(level, until) }
     }
 
