@@ -30,7 +30,7 @@ mod tiling;
 
 use std::fmt;
 
-pub use quiesce::{BatchSlot, Entered, Quiescence, Retired};
+pub use quiesce::{BatchSlot, Entered, Limbo, Quiescence, Retired};
 
 use self::{extents::Extents, tiling::Tiling};
 use crate::{

@@ -17,13 +17,10 @@
 //!
 //! Callers: pool.rs.
 
-use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
-    sync::TryLockError,
-};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use crate::{
-    sync::{Atom, AtomicU64, Mutex, MutexGuard, lock},
+    sync::{Atom, AtomicU64, Mutex, MutexGuard, lock, try_lock},
     word::{PageRef, TenantId, Units},
 };
 
@@ -202,11 +199,7 @@ impl Pins {
         if !self.are_due(now_ms) {
             return Vec::new();
         }
-        let mut table = match self.table.try_lock() {
-            Ok(table) => table,
-            Err(TryLockError::Poisoned(table)) => table.into_inner(),
-            Err(TryLockError::WouldBlock) => return Vec::new(),
-        };
+        let Some(mut table) = try_lock(&self.table) else { return Vec::new() };
         let mut expired = Vec::new();
         while let Some(&(at, id)) = table.by_expiry.first()
             && at <= now_ms

@@ -107,12 +107,7 @@ pub struct Counts {
 
 /// (A panic inside left the body as it was between two steps of the books: it can still be closed.)
 pub(crate) fn try_lock<'a, T>(lock: &'a Mutex<T>, what: &'static str) -> Result<MutexGuard<'a, T>, Error> {
-    match lock.try_lock() {
-        Ok(guard) => Ok(guard),
-        // A panic inside left the body as it was between two steps of the books: it can still be closed.
-        Err(std::sync::TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-        Err(std::sync::TryLockError::WouldBlock) => Err(Error::Busy(what)),
-    }
+    crate::sync::try_lock(lock).ok_or(Error::Busy(what))
 }
 
 impl Pool {

@@ -16,7 +16,10 @@ use crate::{
     frame::{BatchSlot, Entered, FrameError},
     pool::Pool,
     stats::Counter,
-    word::{GroupId, Tier, page::Location},
+    word::{
+        GroupId, Tier,
+        page::{Location, PageWord},
+    },
 };
 
 /// Places that a step looks at.
@@ -169,8 +172,8 @@ impl Inner {
         from: Location,
     ) -> Option<Location> {
         let page = self.rows[row].body.tables[group.as_usize()].pages[at];
-        let word = pool.pages.read(page.id);
-        if word.refs() != 1 || word.is_indexed() || from.is_outside() {
+        let mine = |w: PageWord| w.refs() == 1 && !w.is_indexed();
+        if from.is_outside() || !mine(pool.pages.read(page.id)) {
             return None;
         }
         let size = pool.classes[from.class().as_usize()].size;
@@ -181,7 +184,8 @@ impl Inner {
         }
         let to = Location::new(Tier::Device, from.class(), self.scratch.frames[0]).open();
         // Whoever holds the lease moves a page; and nobody takes one on what is being written.
-        let leased = pool.pages.transit(page.id, |w| w.lease(page.generation)).is_ok();
+        let lease = |w: PageWord| if mine(w) { w.lease(page.generation) } else { None };
+        let leased = pool.pages.transit(page.id, lease).is_ok();
         let moved = leased && pool.pages.swap_location(page.id, from, to).is_ok();
         if leased {
             pool.unlease(self.lane, page);
@@ -190,7 +194,9 @@ impl Inner {
             let _ = arena.release(size, to.frame());
             return None;
         }
-        pool.quiescence.retire(Tier::Device, size, from.frame());
+        limbo.retire(Tier::Device, size, from.frame());
+        // A step waits for nobody.
+        let mut limbo = pool.quiescence.try_limbo()?;
         pool.stats.count(self.lane, Counter::PagesMoved, 1);
         self.step.copies.push(Copy { group, from: from.frame(), to: to.frame() });
         self.find_bases(pool, row);

@@ -30,16 +30,16 @@
 //! `taken`, and takes over what the drain knew, the new locations included. A batch that registers adds to the gate as well,
 //! before it reads its first location.
 //!
-//! The batch's side is an addition and three stores per step. Limbo is a queue under a lock: plans take it, and a drain,
-//! which is called on the way of allocations, passes by if somebody has it.
+//! The batch's side is an addition and three stores per step. Limbo is a queue under a lock: plans wait for it. A drain, which
+//! is called on the way of allocations, and a step that takes a page along pass by if somebody has it.
 //!
-//! Callers: batch.rs (register, enter, step, quiesce, leave), plans (retire, drain), pool.rs (drain).
+//! Callers: batch.rs (register, enter, step, quiesce, leave, try_limbo), plans (retire, drain), pool.rs (drain).
 
 use std::{array, collections::VecDeque};
 
 use super::{Arena, FrameError};
 use crate::{
-    sync::{Atom, AtomicU64, Mutex, Words, lock},
+    sync::{Atom, AtomicU64, Mutex, MutexGuard, Words, lock, try_lock},
     word::{FrameId, SizeId, TIERS, Tier},
 };
 
@@ -78,6 +78,24 @@ pub struct Retired {
     /// Its number.
     pub frame: FrameId,
     stamp: u64,
+}
+
+/// Limbo, in one thread's hand.
+#[derive(Debug)]
+pub struct Limbo<'a> {
+    of: &'a Quiescence,
+    queue: MutexGuard<'a, VecDeque<Retired>>,
+}
+
+impl Limbo<'_> {
+    /// A page has moved away from a frame: the frame waits here. To be called after the new location was stored.
+    pub fn retire(&mut self, tier: Tier, size: SizeId, frame: FrameId) {
+        // Drawn under the lock: stamps rise along the queue.
+        let stamp = self.of.epoch.plus(1) + 1;
+        self.queue.push_back(Retired { tier, size, frame, stamp });
+        self.of.counts[tier.as_usize()][size.as_usize()].plus(1);
+        self.of.waiting.plus(1);
+    }
 }
 
 /// See the head of this file.
@@ -171,14 +189,14 @@ impl Quiescence {
         self.shown(slot.0 as usize).put(epoch << 2 | QUIET);
     }
 
-    /// A page has moved away from a frame: the frame waits here. To be called after the new location was stored.
+    /// As [`Limbo::retire`], by somebody who may wait.
     pub fn retire(&self, tier: Tier, size: SizeId, frame: FrameId) {
-        let mut limbo = lock(&self.limbo);
-        // Drawn under the lock: stamps rise along the queue.
-        let stamp = self.epoch.plus(1) + 1;
-        limbo.push_back(Retired { tier, size, frame, stamp });
-        self.counts[tier.as_usize()][size.as_usize()].plus(1);
-        self.waiting.plus(1);
+        Limbo { of: self, queue: lock(&self.limbo) }.retire(tier, size, frame);
+    }
+
+    /// Limbo, for somebody who must not wait. `None`: another thread is at it.
+    pub fn try_limbo(&self) -> Option<Limbo<'_>> {
+        try_lock(&self.limbo).map(|queue| Limbo { of: self, queue })
     }
 
     /// How many frames were ever retired.
@@ -222,7 +240,7 @@ impl Quiescence {
         if self.waiting.get() == 0 {
             return 0;
         }
-        let Ok(mut limbo) = self.limbo.try_lock() else { return 0 };
+        let Some(mut limbo) = try_lock(&self.limbo) else { return 0 };
         let high = self.high.plus(0) as usize;
         let ripe = (0..high).map(shown).min().unwrap_or(u64::MAX);
         let mut n = 0;

@@ -300,3 +300,66 @@ fn sequences_go_on_while_their_extents_are_emptied() {
     drop((b, seqs));
     empty(&pool);
 }
+
+/// A step waits for nobody: what it would take along stays where it is, as long as another thread has the frames that wait.
+#[test]
+fn a_step_passes_by_a_limbo_that_somebody_has() {
+    let (pool, t) = two_sizes();
+    let (arena, small) = (pool.arena(Tier::Device), size_of(&pool, SMALL));
+    let b = batch(&pool, 1, 200);
+    let seq = pool.open(t, Open { tokens: vec![1], ..Open::default() }).expect("open");
+    b.add(&seq).expect("row");
+    let mut copied = 0;
+    run(&b, &mut copied);
+    let [page] = seq.pages(SMALL).expect("free").1[..] else { panic!("one page") };
+    // Another extent serves the size, so there is somewhere to go.
+    let extent = arena.extent_of(small, page.1);
+    let face = Pages::new(&pool);
+    let others = face.allocate(t, SMALL, 2 * 16).expect("there is room");
+    let beside = |p: &&PageRef| arena.extent_of(small, pool.pages.location(p.id).frame()) != extent;
+    let (kept, mut freed): (Vec<PageRef>, Vec<PageRef>) = others.iter().partition(|p| beside(p));
+    freed.extend(&kept[1..]);
+    face.release(&freed).expect("they are held");
+    assert!(arena.drain(extent, small, None));
+    pool.quiescence.nudge();
+    let limbo = pool.quiescence.try_limbo().expect("nobody has it");
+    run(&b, &mut copied);
+    assert_eq!((copied, seq.pages(SMALL).expect("free").1[0]), (0, page));
+    drop(limbo);
+    pool.quiescence.nudge();
+    run(&b, &mut copied);
+    assert_eq!(copied, 1);
+    assert_ne!(seq.pages(SMALL).expect("free").1[0].1, page.1);
+    green(&pool);
+    drop((b, seq));
+    face.release(&kept[..1]).expect("it is held");
+    empty(&pool);
+}
+
+/// What came into an extent since it was chosen counts: no more is moved than was asked for.
+#[test]
+fn an_extent_that_has_filled_up_meanwhile_is_let_be() {
+    let (pool, t) = two_sizes();
+    let (face, kept) = scattered(&pool, t);
+    let (arena, full, small) = (pool.arena(Tier::Device), size_of(&pool, FULL), size_of(&pool, SMALL));
+    let chosen = vec![(ExtentId(3), small), (ExtentId(4), small), (ExtentId(5), small)];
+    let mut emptying = pool.lease_all(chosen, Some(full), 2);
+    assert_eq!(emptying.iter().map(|one| one.extent).collect::<Vec<_>>(), [ExtentId(3), ExtentId(4)]);
+    assert!(!arena.glance(ExtentId(5)).draining);
+    emptying.iter_mut().for_each(|one| pool.let_be(one));
+    green(&pool);
+    face.release(&kept).expect("they are held");
+    empty(&pool);
+}
+
+/// More bytes than there are numbers for: as many as there are, and what is missing.
+#[test]
+fn any_number_of_bytes_can_be_asked_for() {
+    let (pool, t) = two_sizes();
+    let (face, kept) = scattered(&pool, t);
+    let plan = pool.rebalance(class(&pool, FULL), u64::MAX, usize::MAX, 1000, false).expect("open");
+    assert!(plan.shortfall > 0 && !plan.moves.is_empty());
+    pool.abort_plan(&plan).expect("it is open");
+    face.release(&kept).expect("they are held");
+    empty(&pool);
+}
