@@ -101,7 +101,7 @@ impl Pool {
 
     /// End what keeps pages and whose time is over: pins, and the leases of plans. How many. Never waits.
     pub(crate) fn expire(&self) -> usize {
-        self.expire_pins() + self.expire_plans()
+        self.expire_pins() + self.expire_plans_in_passing()
     }
 
     /// The pins, of one owner or of all.
@@ -258,7 +258,8 @@ impl Pool {
     /// The clock is the system's.
     pub fn advance(&self, ms: u64) -> Result<u64, Error> {
         let now = self.clock.advance(ms).map_err(|e| Error::Argument(e.to_string()))?;
-        self.expire();
+        self.expire_pins();
+        self.expire_plans();
         Ok(now)
     }
 

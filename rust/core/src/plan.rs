@@ -309,6 +309,11 @@ impl fmt::Display for Fault {
 pub(crate) trait Ending: fmt::Debug + Send + Sync {
     /// `state` is never [`State::Open`].
     fn settle(&mut self, pool: &Pool, state: State);
+
+    /// Whether it takes a lock also where the plan came to nothing: then nobody who allocates ends that plan.
+    fn waits(&self) -> bool {
+        false
+    }
 }
 
 /// A plan that is being built: the leases and the frames of its moves are taken, and what hangs on it is done.
@@ -397,20 +402,34 @@ impl Pool {
     /// It has ended, or is of another pool.
     pub fn renew_plan(&self, plan: &Plan, ttl_ms: u64) -> Result<u64, Error> {
         self.expire_plans();
-        self.open_entry(plan)?;
+        let entry = self.open_entry(plan)?;
         let deadline = self.clock.now_ms().saturating_add(ttl_ms);
-        if self.plans.renew(plan.id, deadline) { Ok(deadline) } else { Err(self.late(plan.id)) }
+        if self.plans.renew(plan.id, deadline) {
+            return Ok(deadline);
+        }
+        // Another thread has found that its time is over, and is about to end it.
+        self.give_up(self.next_lane(), &entry, State::Expired);
+        Err(self.late(plan.id))
     }
 
-    /// End the plans whose time is over; how many. Never waits.
+    /// End the plans whose time is over; how many.
     pub fn expire_plans(&self) -> usize {
+        self.end_due_plans(true)
+    }
+
+    /// As [`Self::expire_plans`], by somebody who must not wait: plans whose end takes a lock are left to others.
+    pub(crate) fn expire_plans_in_passing(&self) -> usize {
+        self.end_due_plans(false)
+    }
+
+    fn end_due_plans(&self, may_wait: bool) -> usize {
         let now = self.clock.now_ms();
         if !self.plans.are_due(now) {
             return 0;
         }
         let lane = self.next_lane();
         let _op = self.enter(lane);
-        let (due, drains) = self.plans.due(now);
+        let (due, drains) = self.plans.due(now, may_wait);
         for (tier, extent) in drains {
             // Most are empty by now.
             let _ = self.arena(tier).undrain(extent);

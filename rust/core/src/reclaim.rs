@@ -109,6 +109,10 @@ impl Ending for Raising {
             _ => Ok(()),
         };
     }
+
+    fn waits(&self) -> bool {
+        self.done
+    }
 }
 
 impl Pool {
@@ -450,7 +454,8 @@ impl Pool {
         }
         let lane = self.next_lane();
         let _op = self.enter(lane);
-        self.expire();
+        self.expire_pins();
+        self.expire_plans();
         self.quiescence.drain(&self.arenas);
         let least = self.classes.iter().map(|c| c.units).min().unwrap_or(1).max(1);
         let budget = u32::try_from(pages).unwrap_or(u32::MAX).saturating_mul(least);

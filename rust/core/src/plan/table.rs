@@ -2,11 +2,13 @@
 //!
 //! A plan stands in the table from its building until its last move is over. Its end is decided in its word, which needs no
 //! lock; the table is under a mutex, which only those wait for who build, end or look at plans. Expiry looks at one word
-//! first and passes by if somebody has the mutex: nobody who allocates ever waits here.
+//! first and passes by if somebody has the mutex, and so does whoever strikes a plan off that has ended: the next one who has
+//! the mutex does that first. So nobody who allocates ever waits here.
 //!
 //! # Invariant
 //!
 //! - `next_deadline` is never later than the earliest deadline in the table.
+//! - A plan that came up as due gets no more time: whoever asks for it ends the plan.
 //! - A thread that stops while it commits a piece keeps the moves of that piece, and the end of that plan, and nothing else:
 //!   others take the rest, or the clock does.
 
@@ -16,13 +18,13 @@ mod models;
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     ops::Range,
-    sync::{Arc, TryLockError},
+    sync::Arc,
 };
 
 use super::{Ending, Fault, Move, Plan, PlanId};
 use crate::{
     pool::Pool,
-    sync::{Atom, AtomicU64, Mutex, MutexGuard, lock},
+    sync::{Atom, AtomicU64, Mutex, MutexGuard, lock, try_lock},
     word::{
         ExtentId, TIERS, Tier,
         plan::{MAX_MOVES, PlanWord, State},
@@ -43,6 +45,8 @@ struct Inner {
     plan: Plan,
     word: AtomicU64,
     endings: Mutex<Vec<Box<dyn Ending>>>,
+    /// One of these waits for a lock.
+    waits: bool,
 }
 
 impl Entry {
@@ -56,6 +60,12 @@ impl Entry {
 
     fn word(&self) -> PlanWord {
         PlanWord(self.0.word.get())
+    }
+
+    /// How it ended, if its last move is over.
+    fn over(&self) -> Option<State> {
+        let word = self.word();
+        (word.state() != State::Open && word.ended() == self.len()).then_some(word.state())
     }
 
     /// How many moves nobody has taken. `None`: the plan has ended.
@@ -101,6 +111,8 @@ impl Entry {
 pub(crate) struct Plans {
     table: Mutex<Table>,
     next_deadline: AtomicU64,
+    /// 1: plans that have ended may stand in the table.
+    left_over: AtomicU64,
     /// Bytes a second: within the device, between the tiers.
     bandwidths: [AtomicU64; 2],
     stamp: u64,
@@ -127,6 +139,7 @@ impl Plans {
         Ok(Self {
             table: Mutex::new(Table::default()),
             next_deadline: AtomicU64::new(NEVER),
+            left_over: AtomicU64::new(0),
             bandwidths: [AtomicU64::new(0), AtomicU64::new(0)],
             stamp: u64::from_le_bytes(stamp),
         })
@@ -156,7 +169,20 @@ impl Plans {
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
-        lock(&self.table)
+        let mut table = lock(&self.table);
+        self.clean(&mut table);
+        table
+    }
+
+    /// Strike off what others could not.
+    fn clean(&self, table: &mut Table) {
+        if self.left_over.get() == 0 || self.left_over.exchange(0) == 0 {
+            return;
+        }
+        let over = |(&id, (_, entry)): (&PlanId, &(u64, Entry))| Some((id, entry.over()?));
+        let over: Vec<_> = table.open.iter().filter_map(over).collect();
+        over.into_iter().for_each(|(id, state)| table.end(id, state));
+        self.show_deadline(table);
     }
 
     pub(super) fn add(&self, mut plan: Plan, endings: Vec<Box<dyn Ending>>) -> Entry {
@@ -166,7 +192,9 @@ impl Plans {
         plan.id = PlanId(table.made);
         plan.pool = self.stamp;
         let (id, deadline) = (plan.id, plan.deadline_ms);
-        let entry = Entry(Arc::new(Inner { plan, word: AtomicU64::new(0), endings: Mutex::new(endings) }));
+        let waits = endings.iter().any(|ending| ending.waits());
+        let (word, endings) = (AtomicU64::new(0), Mutex::new(endings));
+        let entry = Entry(Arc::new(Inner { plan, word, endings, waits }));
         table.open.insert(id, (deadline, entry.clone()));
         table.by_deadline.insert((deadline, id));
         self.show_deadline(&table);
@@ -183,12 +211,15 @@ impl Plans {
         self.lock().open.values().map(|(_, entry)| entry.clone()).collect()
     }
 
+    /// More time for a plan; `false`: it has ended, or somebody is at it because its time is over.
     pub(super) fn renew(&self, id: PlanId, deadline: u64) -> bool {
         let mut table = self.lock();
-        let Some((at, _)) = table.open.get_mut(&id) else { return false };
-        let before = std::mem::replace(at, deadline);
-        table.by_deadline.remove(&(before, id));
-        table.by_deadline.insert((deadline, id));
+        let Table { open, by_deadline, .. } = &mut *table;
+        let Some((at, _)) = open.get_mut(&id).filter(|(at, _)| by_deadline.remove(&(*at, id))) else {
+            return false;
+        };
+        *at = deadline;
+        by_deadline.insert((deadline, id));
         self.show_deadline(&table);
         true
     }
@@ -226,20 +257,20 @@ impl Plans {
     }
 
     /// The plans whose time has come, earliest first, and the extents that have drained for long enough; they don't come up
-    /// again. Never waits.
-    pub(super) fn due(&self, now_ms: u64) -> (Vec<Entry>, Vec<(Tier, ExtentId)>) {
-        let mut table = match self.table.try_lock() {
-            Ok(table) => table,
-            Err(TryLockError::Poisoned(table)) => table.into_inner(),
-            Err(TryLockError::WouldBlock) => return Default::default(),
-        };
+    /// again. Those whose end waits for a lock come up only for who `may_wait`. Never waits itself.
+    pub(super) fn due(&self, now_ms: u64, may_wait: bool) -> (Vec<Entry>, Vec<(Tier, ExtentId)>) {
+        let Some(mut table) = try_lock(&self.table) else { return Default::default() };
+        self.clean(&mut table);
         let mut due = Vec::new();
-        while let Some(&(at, id)) = table.by_deadline.first()
-            && at <= now_ms
-        {
-            table.by_deadline.pop_first();
-            due.extend(table.open.get(&id).map(|(_, entry)| entry.clone()));
-        }
+        let Table { open, by_deadline, .. } = &mut *table;
+        by_deadline.retain(|&(at, id)| {
+            let entry = open.get(&id).map(|(_, entry)| entry);
+            let comes = at <= now_ms && entry.is_none_or(|entry| may_wait || !entry.0.waits);
+            if comes {
+                due.extend(entry.cloned());
+            }
+            !comes
+        });
         let mut drains = Vec::new();
         table.lingering.retain(|&(at, tier, extent)| {
             if at <= now_ms {
@@ -251,17 +282,15 @@ impl Plans {
         (due, drains)
     }
 
-    /// Its last move is over.
+    /// Its last move is over. Never waits.
     pub(super) fn remove(&self, id: PlanId, state: State) {
-        let mut table = self.lock();
-        if let Some((deadline, _)) = table.open.remove(&id) {
-            table.by_deadline.remove(&(deadline, id));
-            table.ended.push_back((id, state));
-            if table.ended.len() > REMEMBERED {
-                table.ended.pop_front();
+        match try_lock(&self.table) {
+            Some(mut table) => {
+                table.end(id, state);
+                self.show_deadline(&table);
             }
+            None => self.left_over.put(1),
         }
-        self.show_deadline(&table);
     }
 
     /// Moves of open plans that nobody has taken: their destinations are allocated, and no page lies there.
@@ -282,6 +311,18 @@ impl Plans {
         let plans = table.by_deadline.first().map_or(NEVER, |&(at, _)| at);
         let drains = table.lingering.iter().map(|&(at, ..)| at).min().unwrap_or(NEVER);
         self.next_deadline.put(plans.min(drains));
+    }
+}
+
+impl Table {
+    /// A plan has ended, if it had not.
+    fn end(&mut self, id: PlanId, state: State) {
+        let Some((deadline, _)) = self.open.remove(&id) else { return };
+        self.by_deadline.remove(&(deadline, id));
+        self.ended.push_back((id, state));
+        if self.ended.len() > REMEMBERED {
+            self.ended.pop_front();
+        }
     }
 }
 

@@ -240,3 +240,32 @@ fn what_was_altered_on_the_way_is_no_plan() {
     let longer = [&bytes[..], &[0; 8]].concat();
     assert!(matches!(Plan::from_bytes(&longer), Err(Fault::Altered(_))));
 }
+
+/// It has to ask for a lock.
+#[derive(Debug)]
+struct Waiting;
+
+impl Ending for Waiting {
+    fn settle(&mut self, _: &Pool, _: State) {}
+
+    fn waits(&self) -> bool {
+        true
+    }
+}
+
+/// Whoever allocates ends the plans whose time is over, but for those whose end takes a lock.
+#[test]
+fn nobody_who_allocates_ends_a_plan_that_waits() {
+    let world = World::new(1);
+    let pool = &world.pool;
+    let mut draft = Draft::new(Kind::TopUp, TenantId(0), 0);
+    draft.endings.push(Box::new(Waiting));
+    let waiting = pool.open_draft(LANE, draft, 0, false);
+    let plan = world.build(0);
+    assert_eq!(pool.expire(), 1);
+    let open = |plan: &Plan| pool.plans.get(plan.id).is_some();
+    assert_eq!((open(&plan), open(&waiting)), (false, true));
+    assert_eq!((pool.expire(), pool.expire_plans()), (0, 1));
+    assert_eq!(pool.plan_state(&waiting), Ok(State::Expired));
+    world.end(&[State::Expired]);
+}

@@ -49,6 +49,10 @@ impl Ending for Recall {
             _ => pool.ledger.lend(Tier::Device, self.tenant, self.before),
         }
     }
+
+    fn waits(&self) -> bool {
+        true
+    }
 }
 
 impl Pool {
