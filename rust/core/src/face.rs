@@ -69,6 +69,8 @@ impl Pages {
     /// Stale references, references that are no page.
     pub fn frames(&self, pages: &[PageRef]) -> Result<Vec<FrameId>, Error> {
         self.check_refs(pages)?;
+        // A page in another life is another one's, and can be moved as before.
+        self.all_current(pages, |word_refs| word_refs >= 1)?;
         // Before the caller is told, so that they don't move meanwhile.
         pages.iter().for_each(|p| self.pool.pages.set_outside(p.id));
         let frames = pages.iter().map(|p| self.pool.pages.location(p.id).frame()).collect();

@@ -9,7 +9,7 @@ use crate::{
     sequence::{Open, Sequence},
     spec::GroupKind,
     tests::build::{batch, empty, green, plain_tenant, pool, spec},
-    word::{GroupId, TenantId},
+    word::{Generation, GroupId, TenantId},
 };
 
 const FULL: GroupId = GroupId(0);
@@ -193,6 +193,18 @@ fn frames_that_were_told_stay() {
     assert_eq!((plan.moves.len(), plan.shortfall), (0, 4096));
     pool.commit_plan(&plan).expect("open");
     assert_eq!(face.frames(&kept).expect("they are held"), frames);
+    face.release(&kept).expect("they are held");
+    empty(&pool);
+}
+
+/// A stale reference is an error and changes nothing: the page that has the id now can be moved as before.
+#[test]
+fn a_stale_reference_keeps_no_page_where_it_is() {
+    let (pool, t) = two_sizes();
+    let (face, kept) = scattered(&pool, t);
+    let stale = PageRef { generation: Generation(kept[0].generation.0.wrapping_sub(1)), ..kept[0] };
+    assert!(face.frames(&[stale]).is_err());
+    assert!(!pool.pages.location(stale.id).is_outside());
     face.release(&kept).expect("they are held");
     empty(&pool);
 }
