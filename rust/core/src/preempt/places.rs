@@ -144,10 +144,15 @@ impl Pool {
         ended
     }
 
-    /// Whether the host tier has room for so many bytes of a tenant at this moment.
+    /// Whether the host tier has room for so many bytes of a tenant at this moment. What is lost there counts as room, as far
+    /// as can be told without a look at each: some of it may have to stay for others that continue it.
     pub(super) fn check_host(&self, tenant: TenantId, bytes: u64) -> Result<(), Refusal> {
         let units = Units(u32::try_from(bytes / self.spec.unit()).unwrap_or(u32::MAX));
-        let (room, free) = (self.ledger.room(Tier::Host, tenant, units), self.arena(Tier::Host).free_bytes());
+        let room = self.ledger.room(Tier::Host, tenant, units);
+        let mut free = self.arena(Tier::Host).free_bytes();
+        if free < bytes && self.lost.get() > 0 {
+            free += self.bytes(self.ledger.subtree_usage(Tier::Host, ROOT).cached.0);
+        }
         let refusal = |why, level, room| Refusal { why, tier: Tier::Host, tenant, level, asked: bytes, room };
         if room.now < units {
             let why = if room.level == ROOT { Why::Claim } else { Why::Limit };

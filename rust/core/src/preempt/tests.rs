@@ -393,6 +393,8 @@ fn what_is_left_on_the_host_tier_goes_when_room_is_needed() {
     green(&pool);
     assert_eq!(pool.audit().balance[1].cached, pool.bytes(3));
     let next = computed(&pool, &mine, t, 200..209);
+    let dry = pool.offload(&next, TTL, true).expect("a dry run says what would be");
+    assert_eq!((dry.0.rungs.offload, pool.audit().balance[1].cached), (pool.bytes(3), pool.bytes(3)));
     // The child is cached, and nobody can find it behind a page that is away: it goes, and with it what it continues.
     commit(&pool, &pool.offload(&next, TTL, false).expect("there is room"));
     assert_eq!(pool.audit().balance[1].cached, 0);
