@@ -33,6 +33,7 @@ use rows::{Hot, Inner, Row};
 use crate::{
     arrays::{Arrays, Shape},
     error::{Error, Refusal},
+    frame::FrameError,
     plan::TakenRow,
     pool::{Pool, Scratch},
     sequence::{Body, Place, Sequence, try_lock},
@@ -104,7 +105,7 @@ impl Batch {
     /// The pool is closed, or has too many batches.
     pub fn new(pool: &Arc<Pool>, shape: Shape, arrays: Box<dyn Arrays>) -> Result<Self, Error> {
         pool.check_open()?;
-        let look = Look::new(pool).map_err(|e| Error::Argument(e.to_string()))?;
+        let look = Look::new(pool).map_err(too_many)?;
         let rows = shape.rows;
         let mut hot = Hot { base: vec![Vec::with_capacity(rows); pool.groups.len()], ..Hot::default() };
         hot.each(|v| v.reserve_exact(rows));
@@ -181,6 +182,7 @@ impl Batch {
         if inner.rows.len() == shape.rows {
             return Err(Error::Argument(format!("all {} rows of the batch are taken", shape.rows)));
         }
+        inner.look.join(pool).map_err(too_many)?;
         match std::mem::replace(&mut *place, Place::Batched(Arc::downgrade(&self.shared))) {
             Place::Idle(body) => {
                 let row = inner.rows.len();
@@ -256,7 +258,7 @@ impl Batch {
         }
         let _op = pool.enter(inner.lane);
         inner.plan(*shape, counts, budget)?;
-        let entered = inner.look.enter(pool);
+        let entered = inner.look.enter(pool).map_err(too_many)?;
         inner.make_room(pool, *shape, entered);
         let one_each = inner.write(pool, *shape);
         inner.look.show(pool);
@@ -329,7 +331,8 @@ impl Batch {
         Ok(())
     }
 
-    /// Take every sequence out, and forget the steps that wait for their commit. The sequences stay open.
+    /// Take every sequence out, and forget the steps that wait for their commit. The sequences stay open. The batch is none of
+    /// those that the pool can have until it is used again.
     ///
     /// # Errors
     /// Busy, also if one of the sequences is: those before it are out then.
@@ -344,7 +347,7 @@ impl Batch {
         if inner.rows.is_empty() {
             let _op = pool.enter(inner.lane);
             inner.forget_records(pool);
-            inner.look.rest(pool);
+            inner.look.leave(pool);
         }
         Ok(())
     }
@@ -392,6 +395,10 @@ impl Batch {
         }
         Ok(())
     }
+}
+
+fn too_many(error: FrameError) -> Error {
+    Error::Argument(error.to_string())
 }
 
 /// A group's block table and slot mapping.

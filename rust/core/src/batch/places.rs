@@ -30,7 +30,8 @@ const COPIES: usize = if cfg!(test) { 2 } else { 8 };
 /// How far the places have been looked at.
 #[derive(Debug)]
 pub(super) struct Look {
-    member: BatchSlot,
+    /// `None`: it was cleared, and shows nothing until it is used again.
+    member: Option<BatchSlot>,
     /// Everything in the arrays was read when at least so many frames had been retired.
     fresh: u64,
     /// That, once the round in progress has come through.
@@ -47,29 +48,46 @@ impl Look {
     /// At a new batch, which has no rows.
     pub(super) fn new(pool: &Pool) -> Result<Self, FrameError> {
         let (member, fresh) = pool.quiescence.register()?;
-        Ok(Self { member, fresh, epoch: fresh, left: 0, group: 0, page: 0 })
+        Ok(Self { member: Some(member), fresh, epoch: fresh, left: 0, group: 0, page: 0 })
+    }
+
+    /// A cleared batch is used again: before it reads any location.
+    pub(super) fn join(&mut self, pool: &Pool) -> Result<BatchSlot, FrameError> {
+        match self.member {
+            Some(member) => Ok(member),
+            None => {
+                *self = Self::new(pool)?;
+                self.join(pool)
+            }
+        }
     }
 
     /// A step begins: before it reads any location.
     #[inline]
-    pub(super) fn enter(&self, pool: &Pool) -> Entered {
-        pool.quiescence.enter(self.member)
+    pub(super) fn enter(&mut self, pool: &Pool) -> Result<Entered, FrameError> {
+        Ok(pool.quiescence.enter(self.join(pool)?))
     }
 
     /// The arrays are as they say, and something is outstanding.
     #[inline]
     pub(super) fn show(&self, pool: &Pool) {
-        pool.quiescence.step(self.member, self.fresh);
+        if let Some(member) = self.member {
+            pool.quiescence.step(member, self.fresh);
+        }
     }
 
     /// Nothing is outstanding.
     pub(super) fn rest(&self, pool: &Pool) {
-        pool.quiescence.quiesce(self.member, self.fresh);
+        if let Some(member) = self.member {
+            pool.quiescence.quiesce(member, self.fresh);
+        }
     }
 
-    /// The batch is gone.
-    pub(super) fn leave(&self, pool: &Pool) {
-        pool.quiescence.leave(self.member);
+    /// The batch is gone, or has neither rows nor steps.
+    pub(super) fn leave(&mut self, pool: &Pool) {
+        if let Some(member) = self.member.take() {
+            pool.quiescence.leave(member);
+        }
     }
 
     /// The batch has so many rows now.
@@ -176,6 +194,8 @@ impl Inner {
         if from.is_outside() || !mine(pool.pages.read(page.id)) {
             return None;
         }
+        // A step waits for nobody.
+        let mut limbo = pool.quiescence.try_limbo()?;
         let size = pool.classes[from.class().as_usize()].size;
         let arena = pool.arena(Tier::Device);
         self.scratch.frames.clear();
@@ -195,8 +215,6 @@ impl Inner {
             return None;
         }
         limbo.retire(Tier::Device, size, from.frame());
-        // A step waits for nobody.
-        let mut limbo = pool.quiescence.try_limbo()?;
         pool.stats.count(self.lane, Counter::PagesMoved, 1);
         self.step.copies.push(Copy { group, from: from.frame(), to: to.frame() });
         self.find_bases(pool, row);

@@ -145,3 +145,28 @@ fn books_beyond_all_memory_are_refused() {
         assert!(matches!(&error, Error::Argument(text) if text.contains("memory")), "{error:?}");
     }
 }
+
+#[test]
+fn a_cleared_batch_is_none_of_those_that_a_pool_can_have() {
+    let pool = pool(spec(&[(GroupKind::Full, 1)]), 8);
+    let t = plain_tenant(&pool, "t");
+    // More than can be open at once.
+    let mut cleared = Vec::new();
+    for _ in 0..1030 {
+        let batch = batch(&pool, 1, 16);
+        batch.clear().expect("nobody uses it");
+        cleared.push(batch);
+    }
+    // One of them is used again, and cleared, and used again.
+    for _ in 0..2 {
+        let sequence = pool.open(t, prompt(5)).expect("there is room");
+        cleared[7].add(&sequence).expect("a row");
+        cleared[7].step(None, None, |step| assert_eq!(step.num_tokens, 5)).expect("nobody uses it");
+        green(&pool);
+        cleared[7].clear().expect("nobody uses it");
+        sequence.close().expect("nobody uses it");
+    }
+    cleared[8].step(None, None, |step| assert_eq!(step.num_rows, 0)).expect("a step of no rows");
+    drop(cleared);
+    green(&pool);
+}
