@@ -238,7 +238,8 @@ impl Pages {
             .transit(|w| if w >> CHILD_SHIFT == PAYER_MASK { None } else { Some(w + CHILD) })
             .is_ok()
     }
-    /// The first indexed child, of a page that nobody but the caller can find yet.
+    /// The first indexed child, of a page that nobody but the caller can find yet: so nobody else counts children here. (What
+    /// a hand that still has the page from before takes of its protection at that moment may be lost.)
     #[inline]
     pub(crate) fn expect_child(&self, id: PageId) {
         let word = &self.line(id).0[PAYER];

@@ -3,10 +3,7 @@
 use loom::{sync::Arc, thread};
 
 use super::{book::Book, tree::ROOT, usage::Usage};
-use crate::word::{
-    Lane, TenantId, Units,
-    ledger::{MetaWord, UsageWord},
-};
+use crate::word::{Lane, TenantId, Units, ledger::MetaWord};
 
 const A: TenantId = TenantId(1);
 const B: TenantId = TenantId(2);
