@@ -309,3 +309,79 @@ fn models_limbo_gives_back_once() {
         assert_eq!(quiescence.frames(Tier::Device, A), 0);
     });
 }
+
+/// A page moves while a batch comes up and is given a row with it: it shows the new place, or the old one stays out.
+#[test]
+fn models_a_batch_that_registers_beside_a_drain() {
+    for quiet in [false, true] {
+        model(move || {
+            let arenas = tiers();
+            let quiescence = Arc::new(Quiescence::new(&arenas));
+            let places = claim(&arenas[0], A, 0, 2);
+            let (old, new) = (places[0], places[1]);
+            let location = Arc::new(AtomicU64::new(u64::from(old.0)));
+            let reused = Arc::new(AtomicU64::new(0));
+            let mover = {
+                let (quiescence, arenas) = (quiescence.clone(), arenas.clone());
+                let (location, reused) = (location.clone(), reused.clone());
+                thread::spawn(move || {
+                    location.cas(u64::from(old.0), u64::from(new.0)).expect("one mover");
+                    quiescence.retire(Tier::Device, A, old);
+                    let n = if quiet { quiescence.drain_quiet(&arenas) } else { quiescence.drain(&arenas) };
+                    reused.plus(n as u64);
+                })
+            };
+            let (batch, mut fresh) = quiescence.register().expect("room");
+            let mut shown = location.get();
+            let entered = quiescence.enter(batch);
+            if entered.stale {
+                (shown, fresh) = (location.get(), entered.epoch);
+            }
+            quiescence.step(batch, fresh);
+            assert!(shown == u64::from(new.0) || reused.plus(0) == 0);
+            mover.join().expect("no panic");
+            quiescence.leave(batch);
+            quiescence.drain(&arenas);
+            assert!(quiescence.is_empty());
+            assert_eq!((arenas[0].available(A), arenas[0].faults()), (1, 0));
+        });
+    }
+}
+
+/// A page moves while steps follow upon each other, with none quiet between them: what one looked at is looked at anew by the
+/// next, and until then the old place stays out.
+#[test]
+fn models_a_busy_batch_beside_a_drain() {
+    model(|| {
+        let arenas = tiers();
+        let quiescence = Arc::new(Quiescence::new(&arenas));
+        let places = claim(&arenas[0], A, 0, 2);
+        let (old, new) = (places[0], places[1]);
+        let location = Arc::new(AtomicU64::new(u64::from(old.0)));
+        let reused = Arc::new(AtomicU64::new(0));
+        let (batch, fresh) = quiescence.register().expect("room");
+        quiescence.enter(batch);
+        quiescence.step(batch, fresh);
+        let mover = {
+            let (quiescence, arenas) = (quiescence.clone(), arenas.clone());
+            let (location, reused) = (location.clone(), reused.clone());
+            thread::spawn(move || {
+                location.cas(u64::from(old.0), u64::from(new.0)).expect("one mover");
+                quiescence.retire(Tier::Device, A, old);
+                reused.plus(quiescence.drain(&arenas) as u64);
+                reused.plus(quiescence.drain_quiet(&arenas) as u64);
+            })
+        };
+        for _ in 0..2 {
+            let entered = quiescence.enter(batch);
+            assert!(!entered.stale, "it was never quiet");
+            let shown = location.get();
+            quiescence.step(batch, entered.epoch);
+            assert!(shown == u64::from(new.0) || reused.plus(0) == 0);
+        }
+        mover.join().expect("no panic");
+        quiescence.leave(batch);
+        quiescence.drain(&arenas);
+        assert!(quiescence.is_empty());
+    });
+}

@@ -9,6 +9,7 @@ use super::*;
 use crate::{
     hash::Secret,
     ledger::{Policy, ROOT},
+    plan::Move,
     pool::Options,
     spec::{Dtype, GroupKind, GroupSpec, Layout, Spec},
     word::{Generation, Units},
@@ -32,20 +33,29 @@ fn pool() -> (Arc<Pool>, TenantId, PageRef) {
 
 /// The same, with so many tenants; the page is the first one's.
 fn shared_pool<const N: usize>(names: [&str; N]) -> (Arc<Pool>, [TenantId; N], PageRef) {
-    let group = GroupSpec {
+    let group = group(1);
+    let spec = Spec::new(2, vec![group], Layout::PageMajor, None).expect("a sound spec");
+    let bytes = spec.sizes()[0] * 2;
+    pool_of(spec, bytes, names)
+}
+
+fn group(layers: u32) -> GroupSpec {
+    GroupSpec {
         name: "full".into(),
         kind: GroupKind::Full,
-        layers: 1,
+        layers,
         kv_heads: 1,
         k_dim: 32,
         v_dim: 32,
         dtype: Dtype::F16,
         state_bytes: 0,
-    };
-    let spec = Spec::new(2, vec![group], Layout::PageMajor, None).expect("a sound spec");
+    }
+}
+
+fn pool_of<const N: usize>(spec: Spec, bytes: u64, names: [&str; N]) -> (Arc<Pool>, [TenantId; N], PageRef) {
     let options = Options {
-        device_bytes: spec.sizes()[0] * 2,
-        host_bytes: spec.sizes()[0] * 2,
+        device_bytes: bytes,
+        host_bytes: bytes,
         secret: Some(Secret::from_bytes([1; 16])),
         max_tenants: N as u32,
         compare_tokens: true,
@@ -94,16 +104,10 @@ fn depart(pool: &Pool, tenant: TenantId, page: PageRef) -> Option<(Location, Loc
     Some((from, Location::new(Tier::Host, from.class(), frames[0])))
 }
 
-/// The end of the move: what is left over goes back.
+/// The end of the move, as a plan's; no batch shows the place that the page has left.
 fn end(pool: &Pool, tenant: TenantId, page: PageRef, (from, to): (Location, Location), done: bool) {
-    let moved = done && pool.land(LANE, page, from, to);
-    if !done {
-        pool.stay(LANE, page);
-    }
-    let left = if moved { from } else { to };
-    let (tier, class) = (left.tier().expect("a place"), pool.classes[left.class().as_usize()]);
-    pool.arena(tier).release(class.size, left.frame()).expect("it is taken");
-    pool.ledger.discharge(tier, tenant, LANE, Units(class.units));
+    pool.end_move(LANE, &Move { page, from, to, payer: tenant }, done);
+    pool.quiescence.drain(&pool.arenas);
 }
 
 fn release(pool: &Pool, page: PageRef) -> usize {
@@ -285,4 +289,38 @@ fn a_guessed_reference_beside_the_next_life() {
         let left = pool.ledger.usage(Tier::Device, tenant);
         assert_eq!((left.held, left.cached), (Units(0), Units(0)));
     });
+}
+
+/// A page is let go while its compression ends, one way or the other: it is as it was, and can be hit, or free; nothing is left of
+/// the place that it did not get.
+#[test]
+fn a_release_beside_the_end_of_a_compression() {
+    for done in [true, false] {
+        model(move || {
+            let spec =
+                Spec::new(2, vec![group(2)], Layout::PageMajor, Some(Dtype::Fp8)).expect("a sound spec");
+            let bytes = 3 * spec.granule();
+            let (pool, [tenant], page) = pool_of(spec, bytes, ["t"]);
+            let small = pool.spec.small_class_of(G).expect("it has one");
+            let from = pool.lease_out(page).expect("held once");
+            let mut frames = Vec::new();
+            pool.take_frames(LANE, Tier::Device, tenant, small, 1, &mut frames).expect("it is free");
+            let to = Location::new(Tier::Device, small, frames[0]);
+            let other = {
+                let pool = Arc::clone(&pool);
+                thread::spawn(move || release(&pool, page))
+            };
+            end(&pool, tenant, page, (from, to), done);
+            assert_eq!(other.join().expect("no panic"), 0);
+            let (word, at) = (pool.pages.read(page.id), pool.pages.location(page.id));
+            let usage = pool.ledger.usage(Tier::Device, tenant);
+            let units = if word.is_cached() { pool.groups[0].units } else { 0 };
+            assert_eq!((usage.held, usage.cached), (Units(0), Units(units)), "{word:?}");
+            assert_eq!((word.is_away(), word.is_free()), (false, at == Location::NOWHERE));
+            let arena = pool.arena(Tier::Device);
+            let used = arena.capacity_bytes() - arena.free_bytes();
+            assert_eq!((used, arena.faults()), (pool.bytes(units), 0));
+            assert!(word.is_cached() || done, "what came to nothing can be hit");
+        });
+    }
 }
