@@ -530,7 +530,8 @@ fn continues_lost(pages: &Pages, mut id: PageId, mut word: PageWord) -> bool {
         if !word.is_indexed() {
             return false;
         }
-        let Some(parent) = page_before(pages, id) else { return false };
+        let page = PageRef { id, generation: word.generation() };
+        let Some(parent) = page_before(pages, page) else { return false };
         (id, word) = (parent.id, pages.read(parent.id));
         if word.generation() != parent.generation || !word.is_cached() {
             return false;

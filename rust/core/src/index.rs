@@ -159,9 +159,15 @@ fn is_linked_life(linked: Generation, now: Generation) -> bool {
     (linked.0 ^ now.0) & LINKED == 0
 }
 
-/// The page that this one continues, if it still lives.
-pub(crate) fn page_before(pages: &Pages, id: PageId) -> Option<PageRef> {
-    let Link::Page(link) = pages.link(id) else { return None };
+/// The page that this one, which was found, continues, if both still live. (What stands there by now may belong to a later life,
+/// and name any page.)
+pub(crate) fn page_before(pages: &Pages, page: PageRef) -> Option<PageRef> {
+    let link = pages.link(page.id);
+    let word = pages.read(page.id);
+    let Link::Page(link) = link else { return None };
+    if word.generation() != page.generation || !has_names(word) {
+        return None;
+    }
     let generation = pages.read(link.id).generation();
     is_linked_life(link.generation, generation).then_some(PageRef { id: link.id, generation })
 }

@@ -310,7 +310,7 @@ impl Pool {
         found: &mut [PageRef],
     ) {
         while last > 0
-            && let Some(before) = page_before(&self.pages, chain.seen[last].id)
+            && let Some(before) = page_before(&self.pages, chain.seen[last])
             && before != chain.seen[last - 1]
         {
             last -= 1;
@@ -389,7 +389,7 @@ impl Pool {
         let wanted = self.wanted(prompt, chain, scope, group, page, parent);
         let found = self.index.lookup(&self.pages, &wanted, Some)?.page;
         let fits = !chain.exact
-            || chain.seen.get(page as usize).is_none_or(|&at| page_before(&self.pages, found.id) == Some(at));
+            || chain.seen.get(page as usize).is_none_or(|&at| page_before(&self.pages, found) == Some(at));
         fits.then_some(found)
     }
 
@@ -422,7 +422,7 @@ impl Pool {
                 .find_map(|group| self.look(prompt, ranges, chain, group, last));
             chain.exact = true;
             let at = &mut chain.seen[last as usize];
-            if let Some(copy) = found.and_then(|page| page_before(&self.pages, page.id))
+            if let Some(copy) = found.and_then(|page| page_before(&self.pages, page))
                 && copy != *at
                 && self.hold(lane, &[copy]).0 == 1
             {

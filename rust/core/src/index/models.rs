@@ -126,3 +126,34 @@ fn entries_of_one_word_dont_disturb_each_other() {
         assert!(index.lists(5, PageId(1)) && index.lists(5, PageId(2)));
     });
 }
+
+/// A page that was found leaves, and continues another one in its next life: what it is said to continue is what it did when it
+/// was found, or nothing.
+#[test]
+fn what_comes_before_a_page_that_was_found() {
+    model(|| {
+        let books = Arc::new(Books { pages: Pages::new(3, 0, 2), index: Index::new(3) });
+        let publish = |books: &Books, id: PageId, link: Link| {
+            let word = books.pages.transit(id, |w| w.take()).expect("it is free");
+            let page = PageRef { id, generation: word.generation() };
+            books.pages.set_names(id, 5, link, page.to_bits());
+            books.pages.transit(id, |w| w.publish(false)).expect("it is held");
+            page
+        };
+        let before = [0, 1].map(|id| publish(&books, PageId(id), Link::Digest(1)));
+        let found = publish(&books, PageId(2), Link::Page(before[0]));
+        books.pages.transit_with(found.id, |w| w.drop_ref(found.generation)).expect("it is held");
+        let other = {
+            let books = Arc::clone(&books);
+            thread::spawn(move || {
+                books.pages.transit(found.id, |w| w.evict()).expect("nobody refers to it");
+                books.pages.transit(found.id, |w| w.retire()).expect("it is leaving");
+                publish(&books, found.id, Link::Page(before[1]))
+            })
+        };
+        let said = page_before(&books.pages, found);
+        assert!(said.is_none_or(|page| page == before[0]), "{said:?}");
+        let next = other.join().expect("no panic");
+        assert_eq!(page_before(&books.pages, next), Some(before[1]));
+    });
+}

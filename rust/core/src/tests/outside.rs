@@ -110,9 +110,10 @@ impl World {
         let pages = &self.pool.pages;
         let kept = (0..pages.len()).map(PageId).any(|id| {
             let word = pages.read(id);
+            let page = PageRef { id, generation: word.generation() };
             (word.is_held() || word.is_pinned())
                 && word.is_indexed()
-                && page_before(pages, id).is_some_and(|before| pages.read(before.id).is_cached())
+                && page_before(pages, page).is_some_and(|before| pages.read(before.id).is_cached())
         });
         let copying = self.batches.iter().flat_map(|b| &b.outstanding).any(|r| !r.sources.is_empty());
         assert!(!kept || copying, "{:?}", self.live_pages());
