@@ -7,6 +7,51 @@ use crate::{
     word::{GroupId, PageRef, TenantId, Tier},
 };
 
+/// A number of bytes as people read it: three digits or so, binary unit, rounded to the nearest (to the even one between
+/// two); exact below 1 KiB.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Bytes(pub u64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+        let bytes = u128::from(self.0);
+        if bytes < 1024 {
+            return write!(f, "{bytes} B");
+        }
+        // 1,023.99 KiB would be written as 1024 KiB.
+        let fits = |nth: &usize| 2 * bytes < 2047 << (10 * (nth + 1));
+        let nth = (0..UNITS.len() - 1).find(fits).unwrap_or(UNITS.len() - 1);
+        let unit = 1u128 << (10 * (nth + 1));
+        let tens = if bytes < 10 * unit {
+            100
+        } else if bytes < 100 * unit {
+            10
+        } else {
+            1
+        };
+        let (whole, rest) = (bytes * tens / unit, bytes * tens % unit);
+        let up = 2 * rest > unit || 2 * rest == unit && whole % 2 == 1;
+        let rounded = whole + u128::from(up);
+        write!(f, "{}", rounded / tens)?;
+        let decimals = match (tens, rounded % tens) {
+            (_, 0) => String::new(),
+            (10, tenths) => format!(".{tenths}"),
+            (_, hundredths) if hundredths % 10 == 0 => format!(".{}", hundredths / 10),
+            (_, hundredths) => format!(".{hundredths:02}"),
+        };
+        write!(f, "{decimals} {}", UNITS[nth])
+    }
+}
+
+/// Numbers of bytes that stand beside each other in a sentence: as [`Bytes`], or exact where two that differ would look the
+/// same.
+pub fn sizes<const N: usize>(bytes: [u64; N]) -> [String; N] {
+    let texts = bytes.map(|n| Bytes(n).to_string());
+    let alike = |a: usize, b: usize| bytes[a] != bytes[b] && texts[a] == texts[b];
+    if (0..N).any(|a| (0..a).any(|b| alike(a, b))) { bytes.map(|n| format!("{n} bytes")) } else { texts }
+}
+
 /// Why an allocation was refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Why {
@@ -45,23 +90,24 @@ pub struct Refusal {
 
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { tenant, level, asked, room, .. } = self;
+        let Self { tenant, level, .. } = self;
+        let [asked, room] = sizes([self.asked, self.room]);
         match self.why {
-            Why::Limit => write!(f, "{tenant} asked for {asked} bytes; the limit of {level} leaves {room}"),
-            Why::Claim => write!(
-                f,
-                "{tenant} asked for {asked} bytes; what is held, reserved and promised leaves {room}"
-            ),
-            Why::Frames => {
-                write!(f, "{tenant} asked for {asked} bytes; every page is in use, {room} bytes are free")
+            Why::Limit => write!(f, "{tenant} asked for {asked}; the limit of {level} leaves {room}"),
+            Why::Claim => {
+                write!(f, "{tenant} asked for {asked}; what is held, reserved and promised leaves {room}")
             }
+            Why::Frames => write!(f, "{tenant} asked for {asked}; every page is in use, {room} are free"),
             Why::Fragmented => write!(
                 f,
-                "{tenant} asked for {asked} bytes; {room} bytes are free, but in extents that serve another page size"
+                "{tenant} asked for {asked}; {room} are free, but in extents that serve another page size"
             ),
-            Why::Frozen => write!(f, "{tenant} asked for {asked} bytes, and is frozen until it is thawed"),
-            Why::Row => write!(f, "the row shows at most {room} tokens; {asked} were asked for"),
+            Why::Frozen => write!(f, "{tenant} asked for {asked}, and is frozen until it is thawed"),
+            Why::Row => {
+                write!(f, "the row shows at most {} tokens; {} were asked for", self.room, self.asked)
+            }
             Why::Budget => {
+                let Self { asked, room, .. } = self;
                 write!(f, "a step of this batch shows at most {room} tokens; {asked} were asked for")
             }
         }
@@ -117,7 +163,8 @@ impl fmt::Display for Error {
         match self {
             Self::Refused(refusal) => refusal.fmt(f),
             Self::Never(r) => {
-                write!(f, "{} can never get {} bytes: at most {} fit", r.tenant, r.asked, r.room)
+                let [asked, room] = sizes([r.asked, r.room]);
+                write!(f, "{} can never get {asked}: at most {room} fit", r.tenant)
             }
             Self::Busy(what) => write!(f, "{what} is in use by another thread"),
             Self::Closed(what) => write!(f, "{what} is closed"),
@@ -145,5 +192,39 @@ impl std::error::Error for Error {}
 impl From<Refusal> for Error {
     fn from(refusal: Refusal) -> Self {
         Self::Refused(refusal)
+    }
+}
+
+#[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_as_people_read_them() {
+        let cases = [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1 KiB"),
+            (1536, "1.5 KiB"),
+            (1_500_000, "1.43 MiB"),
+            (1 << 20, "1 MiB"),
+            (1_047_552, "1023 KiB"),
+            ((1 << 20) - 1, "1 MiB"),
+            (10_239, "10 KiB"),
+            (101 << 10, "101 KiB"),
+            (12 << 30, "12 GiB"),
+            (1032, "1.01 KiB"),
+            (u64::MAX, "16 EiB"),
+        ];
+        for (bytes, text) in cases {
+            assert_eq!(Bytes(bytes).to_string(), text, "{bytes}");
+        }
+    }
+
+    #[test]
+    fn numbers_that_differ_look_different() {
+        assert_eq!(sizes([1 << 30, 1 << 20]), ["1 GiB", "1 MiB"]);
+        assert_eq!(sizes([1 << 30, 1 << 30]), ["1 GiB", "1 GiB"]);
+        assert_eq!(sizes([1 << 30, (1 << 30) - 4096]), ["1073741824 bytes", "1073737728 bytes"]);
     }
 }

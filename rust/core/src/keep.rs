@@ -8,7 +8,7 @@
 //! once, whoever asks (unpin, expiry). Callers: the binding; pool.rs for what has expired.
 
 use crate::{
-    error::Error,
+    error::{Bytes, Error, sizes},
     event::{Drained, Event, Record},
     ledger::Ledger,
     pins::{Pin, PinId},
@@ -65,6 +65,7 @@ impl Pool {
         self.pins.add(owner, budget, &pinned, Units(units), until, label).map_err(|e| {
             self.unpin_pages(&pinned);
             Error::Pin(format!(
+            let [asked, budget, used] = sizes([e.asked, e.budget, e.used].map(|units| self.bytes(units.0)));
                 "{:?} asked to pin {} bytes; its budget is {}, of which {} are used",
                 self.ledger.name(owner).unwrap_or_default(),
                 self.bytes(e.asked.0),
@@ -178,7 +179,7 @@ impl Pool {
             return Err(Error::Tenant(format!(
                 "tenant {:?} has children, or {} bytes that are held or promised; close those first",
                 self.ledger.name(tenant).unwrap_or_default(),
-                self.bytes(busy)
+                Bytes(self.bytes(busy))
             )));
         }
         let open = self.sequences[tenant.as_usize()].get();

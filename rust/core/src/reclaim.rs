@@ -38,7 +38,7 @@ mod tests;
 use std::sync::Arc;
 
 use crate::{
-    error::{Error, Refusal, Why},
+    error::{Error, Refusal, Why, sizes},
     ledger::{LedgerError, ROOT},
     plan::{Ending, Fault, Kind, Plan},
     pool::{Pool, Scratch},
@@ -307,13 +307,10 @@ impl Pool {
 
     fn short(&self, tenant: TenantId, asked: u64, short: u64, why: &str) -> Error {
         let name = self.ledger.name(tenant).unwrap_or_default();
-        Error::Plan(Fault::Short {
-            asked,
-            short,
-            text: format!(
-                "{name:?} asked for {asked} bytes more, and {short} are missing: {why}; nothing was reserved"
-            ),
-        })
+        let [more, missing] = sizes([asked, short]);
+        let text =
+            format!("{name:?} asked for {more} more, and {missing} are missing: {why}; nothing was reserved");
+        Error::Plan(Fault::Short { asked, short, text })
     }
 
     /// Evict cached pages in the subtree of `level`, about `units` of them: how many.
@@ -430,8 +427,9 @@ impl Pool {
                 (high / unit).min(MARK) << 32 | (low / unit).min(MARK)
             }
             Some((low, high)) => {
+                let [low, high] = sizes([low, high]);
                 return Err(Error::Argument(format!(
-                    "the low mark is {low} bytes and the high one {high}; the high one is at least {unit}, and the low \
+                    "the low mark is {low} and the high one {high}; the high one is at least {unit} bytes, and the low \
                      one not above it"
                 )));
             }

@@ -3,7 +3,7 @@
 use kvalloc_core::{
     admit::{Admission as CoreAdmission, Verdict},
     audit::{Balance as CoreBalance, Report},
-    error::{Refusal, Why},
+    error::{Refusal, Why, sizes},
     ledger::{LedgerError, ROOT},
     pool::Pool as Core,
     word::{TenantId, Tier},
@@ -14,24 +14,25 @@ use crate::errors::{name_of, sentence, why};
 
 /// The ledger's errors in names and bytes.
 pub(crate) fn in_bytes(core: &Core, error: &LedgerError) -> String {
-    let bytes = |units| core.bytes_of(units);
+    let pair = |a, b| sizes([core.bytes_of(a), core.bytes_of(b)]);
     match *error {
-        LedgerError::LimitBelowReserve { limit, reserve, .. } => format!(
-            "a limit of {} bytes is below the tenant's own reserve of {}: lower the reserve first",
-            bytes(limit),
-            bytes(reserve)
-        ),
-        LedgerError::LimitBelowReserves { limit, reserves, .. } => format!(
-            "a limit of {} bytes is below the {} that its children have reserved",
-            bytes(limit),
-            bytes(reserves)
-        ),
-        LedgerError::Reserve { asked, level, short, .. } => format!(
-            "a reserve of {} bytes does not fit: {} has {} too few beside what is held and reserved",
-            bytes(asked),
-            name_of(core, level),
-            bytes(short)
-        ),
+        LedgerError::LimitBelowReserve { limit, reserve, .. } => {
+            let [limit, reserve] = pair(limit, reserve);
+            format!(
+                "a limit of {limit} is below the tenant's own reserve of {reserve}: lower the reserve first"
+            )
+        }
+        LedgerError::LimitBelowReserves { limit, reserves, .. } => {
+            let [limit, reserves] = pair(limit, reserves);
+            format!("a limit of {limit} is below the {reserves} that its children have reserved")
+        }
+        LedgerError::Reserve { asked, level, short, .. } => {
+            let [asked, short] = pair(asked, short);
+            format!(
+                "a reserve of {asked} does not fit: {} has {short} too few beside what is held and reserved",
+                name_of(core, level)
+            )
+        }
         LedgerError::Unknown { tenant } => format!("there is no tenant {}", name_of(core, tenant)),
         LedgerError::Scope { scope } => {
             format!(
@@ -87,14 +88,17 @@ impl Admission {
             asked: need,
             room,
         };
+        let texts = sizes([need, room]);
         let (verdict, reason) = match answer.verdict {
-            Verdict::Now => ("now", format!("{need} bytes fit into {room}")),
+            Verdict::Now => ("now", format!("{} fit into {}", texts[0], texts[1])),
             Verdict::Wait => ("wait", sentence(core, &refusal)),
             Verdict::Never => (
                 "never",
                 format!(
-                    "{need} bytes are needed, and {} can never have more than {room}",
-                    name_of(core, tenant)
+                    "{} are needed, and {} can never have more than {}",
+                    texts[0],
+                    name_of(core, tenant),
+                    texts[1]
                 ),
             ),
         };

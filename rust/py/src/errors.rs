@@ -1,7 +1,7 @@
 //! The core's errors as Python exceptions: a sentence that names tenants, and the numbers as attributes.
 
 use kvalloc_core::{
-    error::{Error, Refusal, Why},
+    error::{Error, Refusal, Why, sizes},
     ledger::ROOT,
     plan::Fault,
     pool::Pool,
@@ -50,34 +50,37 @@ pub(crate) fn why(why: Why) -> &'static str {
 
 /// What was asked, what there was, and what to do.
 pub(crate) fn sentence(pool: &Pool, refusal: &Refusal) -> String {
-    let Refusal { asked, room, .. } = *refusal;
+    let [asked, room] = sizes([refusal.asked, refusal.room]);
     let (tenant, level) = (name_of(pool, refusal.tenant), name_of(pool, refusal.level));
     match refusal.why {
         Why::Limit => format!(
-            "{tenant} asked for {asked} bytes, and the limit of {level} leaves {room}: \
+            "{tenant} asked for {asked}, and the limit of {level} leaves {room}: \
              wait until it releases pages, or raise the limit"
         ),
         Why::Claim => format!(
-            "{tenant} asked for {asked} bytes, and what is held, reserved and promised leaves {room} in {level}: \
+            "{tenant} asked for {asked}, and what is held, reserved and promised leaves {room} in {level}: \
              wait until pages are released, or give the tenant a reserve"
         ),
         Why::Frames => format!(
-            "{tenant} asked for {asked} bytes, and every page is in use ({room} bytes are free): \
+            "{tenant} asked for {asked}, and every page is in use ({room} are free): \
              wait until pages are released"
         ),
         Why::Fragmented => format!(
-            "{tenant} asked for {asked} bytes; {room} are free, but in extents that serve pages of another size: \
+            "{tenant} asked for {asked}; {room} are free, but in extents that serve pages of another size: \
              wait until those are empty"
         ),
         Why::Frozen => format!(
             "{tenant} is frozen: no new requests, and no growth beyond what was admitted, until it is thawed"
         ),
-        Why::Row => {
-            format!("{tenant} asked for {asked} tokens, and a row of this batch shows at most {room}")
-        }
-        Why::Budget => {
-            format!("{tenant} asked for {asked} tokens, and a step of this batch shows at most {room}")
-        }
+        // Of tokens.
+        Why::Row => format!(
+            "{tenant} asked for {} tokens, and a row of this batch shows at most {}",
+            refusal.asked, refusal.room
+        ),
+        Why::Budget => format!(
+            "{tenant} asked for {} tokens, and a step of this batch shows at most {}",
+            refusal.asked, refusal.room
+        ),
     }
 }
 
@@ -148,12 +151,11 @@ pub(crate) fn plan_error(py: Python<'_>, text: &str, fault: &Fault) -> PyErr {
 
 /// An admission that was refused: `verdict` is wait or never.
 pub(crate) fn admission(py: Python<'_>, pool: &Pool, verdict: &str, refusal: &Refusal) -> PyErr {
+    let [asked, room] = sizes([refusal.asked, refusal.room]);
     let text = match verdict {
         "never" => format!(
-            "{} needs {} bytes and can never have more than {} (set by {}): shorten the request, or raise what bounds it",
+            "{} needs {asked} and can never have more than {room} (set by {}): shorten the request, or raise what bounds it",
             name_of(pool, refusal.tenant),
-            refusal.asked,
-            refusal.room,
             name_of(pool, refusal.level)
         ),
         _ => sentence(pool, refusal),

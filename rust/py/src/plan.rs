@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 
 use kvalloc_core::{
-    error::Error,
+    error::{Bytes, Error},
     ledger::ROOT,
     plan::{Move, Plan as Core, Progress as CoreProgress, Rungs, Victim as CoreVictim},
     sequence::Sequence as CoreSequence,
@@ -89,7 +89,7 @@ pub(crate) struct Victim {
 impl Victim {
     fn __repr__(&self) -> String {
         let Self { number, tenant, fate, bytes, tokens, .. } = self;
-        format!("<kvalloc.Victim {number} of {tenant:?}, {fate}, {bytes} bytes, {tokens} tokens>")
+        format!("<kvalloc.Victim {number} of {tenant:?}, {fate}, {}, {tokens} tokens>", Bytes(*bytes))
     }
 }
 
@@ -459,13 +459,14 @@ impl Plan {
     fn __repr__(&self) -> String {
         let Core { kind, moves, victims, shortfall, .. } = &self.core;
         format!(
-            "<kvalloc.Plan {} to {}, {}, {} bytes come back, {} moves, {} sequences, {shortfall} bytes short>",
+            "<kvalloc.Plan {} to {}, {}, {} come back, {} moves, {} sequences, {} short>",
             self.core.id.0,
             kind.name(),
             self.shown(),
-            self.core.rungs.sum(),
+            Bytes(self.core.rungs.sum()),
             moves.len(),
             victims.len(),
+            Bytes(*shortfall),
         )
     }
 }

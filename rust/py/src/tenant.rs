@@ -1,6 +1,7 @@
 //! `kvalloc.Tenant` and `kvalloc.Usage`.
 
 use kvalloc_core::{
+    error::Bytes,
     ledger::{MAX_NAME, Policy, ROOT, Usage as CoreUsage},
     pool::Pool as Core,
     word::{TenantId, Tier, Units},
@@ -76,7 +77,8 @@ fn units(core: &Core, value: &Bound<'_, PyAny>, name: &str, up: bool) -> PyResul
         Ok(units) => Ok(Units(units)),
         Err(_) if !up => Ok(Units(u32::MAX)),
         Err(_) => Err(TenantError::new_err(format!(
-            "{name} is {bytes} bytes, more than any pool of this spec can have"
+            "{name} is {}, more than any pool of this spec can have",
+            Bytes(bytes)
         ))),
     }
 }

@@ -25,7 +25,7 @@
 use std::sync::Arc;
 
 use crate::{
-    error::Error,
+    error::{Error, sizes},
     ledger::LedgerError,
     plan::{Ending, Fault, Kind, Plan},
     pool::Pool,
@@ -158,8 +158,9 @@ impl Pool {
 
     fn not_given(&self, tenant: TenantId, asked: u64, short: u64, why: &str) -> Error {
         let name = self.ledger.name(tenant).unwrap_or_default();
+        let [back, missing] = sizes([asked, short]);
         let text = format!(
-            "{name:?} asked for {asked} bytes of its reserve back, and {short} are missing: {why}; nothing was changed"
+            "{name:?} asked for {back} of its reserve back, and {missing} are missing: {why}; nothing was changed"
         );
         Error::Plan(Fault::Short { asked, short, text })
     }
