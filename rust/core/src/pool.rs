@@ -306,7 +306,8 @@ impl Pool {
         Op { left: &self.ops[lane.as_usize() * 8 + 1] }
     }
 
-    /// Refuse every new operation.
+    /// Refuse every new operation. What was begun can be ended: steps be committed, plans be committed or aborted, pins be
+    /// ended, and everything be given back.
     pub fn close(&self) {
         self.closed.put(1);
     }

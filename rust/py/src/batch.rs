@@ -547,6 +547,8 @@ impl Batch {
 
     /// Take every sequence out, and forget the steps that wait for their commit. The sequences stay open.
     ///
+    /// A pool can have 1,024 batches at a time; one that is closed is none of them, until it is used again.
+    ///
     /// Raises
     /// ------
     /// SequenceBusy

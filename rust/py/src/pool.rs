@@ -748,7 +748,10 @@ impl Pool {
         core.advance(ms).map(|now| now as f64 / 1000.0).map_err(|e| self.owner.error(py, &e))
     }
 
-    /// Refuse everything from now on. Handles that exist give back what they hold when they are closed.
+    /// Refuse everything new from now on.
+    ///
+    /// What was begun can be ended: steps that wait for their commit and open plans are committed or given up as before, and
+    /// handles that exist give back what they hold when they are closed.
     fn close(&self) {
         self.owner.core.close();
     }

@@ -269,3 +269,25 @@ fn nobody_who_allocates_ends_a_plan_that_waits() {
     assert_eq!(pool.plan_state(&waiting), Ok(State::Expired));
     world.end(&[State::Expired]);
 }
+
+/// Nothing is begun in a closed pool; what was begun is ended either way.
+#[test]
+fn a_plan_can_be_ended_after_the_pool_is_closed() {
+    for commit in [true, false] {
+        let world = World::new(2);
+        let pool = Arc::clone(&world.pool);
+        let before = world.frames();
+        let plan = world.build(1000);
+        pool.close();
+        assert_eq!(pool.rebalance(None, 1, 1, 1000, false), Err(Error::Closed("the pool")));
+        if commit {
+            assert_eq!(pool.commit_plan(&plan).map(|done| done.moved), Ok(2));
+        } else {
+            pool.abort_plan(&plan).expect("it is open");
+        }
+        assert_eq!(world.frames() != before, commit);
+        world.told.0.lock().expect("nobody panics").clear();
+        world.face.release(&world.pages).expect("they are held");
+        green(&pool);
+    }
+}
