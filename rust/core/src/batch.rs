@@ -34,7 +34,6 @@ use crate::{
     arrays::{Arrays, Shape},
     error::{Error, Refusal},
     frame::FrameError,
-    plan::TakenRow,
     pool::{Pool, Scratch},
     sequence::{Body, Place, Sequence, try_lock},
     sync::{Atom, Mutex, lock},
@@ -67,6 +66,15 @@ pub struct RefusedRow {
     pub sequence: Weak<Sequence>,
     /// Why.
     pub refusal: Refusal,
+}
+
+/// A row that a sequence was taken out of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TakenRow {
+    /// Its number.
+    pub row: u32,
+    /// The row that moved into its place.
+    pub moved: Option<u32>,
 }
 
 /// What a step did.

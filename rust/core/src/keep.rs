@@ -1,11 +1,12 @@
-//! What keeps pages, and what makes the cache forget: pins, and the reset when the weights change.
+//! What keeps pages, and what makes the cache forget: pins, the reset when the weights change, and what nobody can find any
+//! more because it is off the device.
 //!
 //! A pin is a lock, so it has an owner, counts against the owner's budget, may expire, and is listed. Pages are pinned
 //! while a sequence holds them, so a pin never takes anything away from anybody at that moment; when the last reference
 //! goes, a pinned page is counted as pinned and not as cached: it is never called reclaimable.
 //!
 //! Order: page words are pinned before the pin is listed, and unpinned after it was taken off the list, which happens
-//! once, whoever asks (unpin, expiry). Callers: the binding; pool.rs for what has expired.
+//! once, whoever asks (unpin, expiry). Callers: the binding; pool.rs and preempt/places.rs before they refuse.
 
 use crate::{
     error::{Bytes, Error, sizes},
@@ -64,13 +65,10 @@ impl Pool {
         let until = ttl_ms.map(|ttl| self.clock.now_ms().saturating_add(ttl));
         self.pins.add(owner, budget, &pinned, Units(units), until, label).map_err(|e| {
             self.unpin_pages(&pinned);
-            Error::Pin(format!(
             let [asked, budget, used] = sizes([e.asked, e.budget, e.used].map(|units| self.bytes(units.0)));
-                "{:?} asked to pin {} bytes; its budget is {}, of which {} are used",
+            Error::Pin(format!(
+                "{:?} asked to pin {asked}; its budget is {budget}, of which {used} are used",
                 self.ledger.name(owner).unwrap_or_default(),
-                self.bytes(e.asked.0),
-                self.bytes(e.budget.0),
-                self.bytes(e.used.0)
             ))
         })
     }
@@ -177,7 +175,7 @@ impl Pool {
         let busy: u32 = usage.iter().map(|usage| usage.held.0 + usage.promised.0).sum();
         if busy > 0 || self.ledger.ids().any(|id| self.ledger.parent(id) == Some(tenant)) {
             return Err(Error::Tenant(format!(
-                "tenant {:?} has children, or {} bytes that are held or promised; close those first",
+                "tenant {:?} has children, or {} that are held or promised; close those first",
                 self.ledger.name(tenant).unwrap_or_default(),
                 Bytes(self.bytes(busy))
             )));
@@ -214,6 +212,33 @@ impl Pool {
     /// Take every cached page of a tenant out of the books; how many.
     fn drop_cached(&self, tenant: TenantId) -> u64 {
         self.orders.victims(&self.pages, tenant, None, usize::MAX, |id, word| self.expel(id, word)) as u64
+    }
+
+    /// Pages off the device that nobody holds, and that stand in an order because it listed them, or others continued them,
+    /// when they were let go: how many ended. So do cached pages on the device that continue them, for nobody finds those. A
+    /// round over the orders of those who have some, then, if others' pages may be in the way, over all. Before anything is
+    /// refused, in either tier: on the device they may keep what they continue, whose tenant then has cached pages that can't
+    /// be evicted.
+    pub(crate) fn drop_lost_pages(&self, lane: Lane) -> usize {
+        let mut ended = 0;
+        if self.lost.get() == 0 {
+            return ended;
+        }
+        for everybody in [false, true] {
+            for tenant in (0..=self.ledger.top()).map(TenantId) {
+                if everybody || self.ledger.usage(Tier::Host, tenant).cached > Units(0) {
+                    self.orders.drain_away(&self.pages, tenant, |id, word| {
+                        ended += 1;
+                        self.expel(id, word)
+                    });
+                }
+            }
+            if ended > 0 {
+                break;
+            }
+        }
+        self.stats.count(lane, Counter::PagesReleased, ended as u64);
+        ended
     }
 
     /// Tenants, limits, charges.

@@ -42,6 +42,7 @@ use std::fmt;
 
 pub(crate) use table::{Entry, Plans};
 
+pub use crate::batch::TakenRow;
 use crate::{
     error::Error,
     pool::Pool,
@@ -158,15 +159,6 @@ pub struct Victim {
     pub tokens: u32,
     /// The row that was taken from it; `None`: it stood in no batch.
     pub row: Option<TakenRow>,
-}
-
-/// A row that a sequence was taken out of.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct TakenRow {
-    /// Its number.
-    pub row: u32,
-    /// The row that moved into its place.
-    pub moved: Option<u32>,
 }
 
 /// Bytes that come back, by the step of the ladder that they come from.

@@ -17,6 +17,12 @@
 //!
 //! Taking and evicting are here; publishing, hitting and letting go in life.rs.
 //!
+//! # The one way upward
+//!
+//! The books know nothing of plans, but for this: before an allocation is refused, what is overdue ends, and a plan's leases are
+//! among that ([`Pool::expire`]). For the clock ends a plan whose maker is gone, and nobody else may come by; a hook that the
+//! rooms above would hand in would say the same in more words. It never waits.
+//!
 //! Callers: sequence.rs, batch.rs, face.rs, admit.rs, audit.rs. Nothing here blocks: policy (tenants, pins) has its own
 //! small locks in ledger.rs and pins.rs.
 
@@ -102,7 +108,7 @@ pub struct Pool {
     pub(crate) plans: Plans,
     /// The last victim of each tenant.
     pub(crate) victims: Turns,
-    /// Pages off the device that nobody holds and an order lists (preempt/places.rs).
+    /// Pages off the device that nobody holds and an order lists (keep.rs).
     pub(crate) lost: AtomicU64,
     /// Tokens a second that a prompt is computed with; 0: not known.
     pub(crate) recompute_speed: AtomicU64,

@@ -2,17 +2,15 @@
 //!
 //! On the device such a charge is an allocation like any other: it takes cached pages that are in the way. The host tier has
 //! no cached pages but those that were let go while they were away and could not end at once, because others continued them
-//! or an order listed them ([`Pool::drop_lost_pages`]); they go before anything is refused, in either tier: on the device
-//! they may keep what they continue, whose tenant then has cached pages that can't be evicted.
+//! or an order listed them ([`Pool::drop_lost_pages`]); they go before anything is refused.
 //!
-//! Callers: preempt.rs; pool.rs before it refuses.
+//! Callers: preempt.rs.
 
 use crate::{
     error::{Refusal, Why},
     ledger::ROOT,
     plan::Move,
     pool::{ClassInfo, Pool, Scratch},
-    stats::Counter,
     sync::Atom,
     word::{ClassId, FrameId, Lane, PageRef, TenantId, Tier, Units, page::Location},
 };
@@ -117,31 +115,6 @@ impl Pool {
         self.ledger.discharge(tier, payer, lane, Units(total));
         let why = if room >= asked { Why::Fragmented } else { Why::Frames };
         Err(Refusal { why, tier, tenant: payer, level: TenantId(0), asked, room })
-    }
-
-    /// Pages off the device that nobody holds, and that stand in an order because it listed them, or others continued them,
-    /// when they were let go: how many ended. So do cached pages on the device that continue them, for nobody finds those. A
-    /// round over the orders of those who have some, then, if others' pages may be in the way, over all.
-    pub(crate) fn drop_lost_pages(&self, lane: Lane) -> usize {
-        let mut ended = 0;
-        if self.lost.get() == 0 {
-            return ended;
-        }
-        for everybody in [false, true] {
-            for tenant in (0..=self.ledger.top()).map(TenantId) {
-                if everybody || self.ledger.usage(Tier::Host, tenant).cached > Units(0) {
-                    self.orders.drain_away(&self.pages, tenant, |id, word| {
-                        ended += 1;
-                        self.expel(id, word)
-                    });
-                }
-            }
-            if ended > 0 {
-                break;
-            }
-        }
-        self.stats.count(lane, Counter::PagesReleased, ended as u64);
-        ended
     }
 
     /// Whether the host tier has room for so many bytes of a tenant at this moment. What is lost there counts as room, as far
