@@ -184,7 +184,7 @@ impl Events {
     }
 
     /// How many events it can hold.
-    #[cfg(test)]
+    #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
     pub(crate) fn capacity(&self) -> u64 {
         self.capacity
     }

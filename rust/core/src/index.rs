@@ -268,7 +268,7 @@ impl Index {
     }
 
     /// How many inserts found both buckets full.
-    #[cfg(test)]
+    #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
     pub(crate) fn refused(&self) -> u64 {
         self.refused.peek()
     }

@@ -204,6 +204,9 @@ impl Pool {
         }
         let dropped = self.drop_cached(tenant);
         self.ledger.remove(tenant).map_err(|e| Error::Tenant(e.to_string()))?;
+        // Its id may become another one's.
+        self.thaw(tenant);
+        self.marks[tenant.as_usize()].put(0);
         self.orders.reset(tenant);
         self.stats.forget(tenant);
         Ok(dropped)

@@ -172,7 +172,7 @@ impl Pins {
     }
 
     /// How many there are.
-    #[cfg(test)]
+    #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
     pub(crate) fn len(&self) -> usize {
         self.lock().pins.len()
     }

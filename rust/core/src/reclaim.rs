@@ -369,10 +369,15 @@ impl Pool {
         if frozen {
             self.freeze_one(tenant);
         } else {
-            let holds = self.frozen[tenant.as_usize()].exchange(0);
-            self.any_frozen.minus(holds);
+            self.thaw(tenant);
         }
         Ok(())
+    }
+
+    /// Nothing freezes it any more.
+    pub(crate) fn thaw(&self, tenant: TenantId) {
+        let holds = self.frozen[tenant.as_usize()].exchange(0);
+        self.any_frozen.minus(holds);
     }
 
     /// One reason more to be frozen.

@@ -170,3 +170,20 @@ fn a_cleared_batch_is_none_of_those_that_a_pool_can_have() {
     drop(cleared);
     green(&pool);
 }
+
+#[test]
+fn a_tenant_inherits_nothing_from_who_had_its_id() {
+    let spec = spec(&[(GroupKind::Full, 1)]);
+    let options = Options { max_tenants: 1, ..options(&spec, 8) };
+    let pool = Arc::new(Pool::new(spec, &options).expect("a pool"));
+    let first = plain_tenant(&pool, "first");
+    let page = pool.spec().sizes()[0];
+    pool.set_frozen(first, true).expect("it is a tenant");
+    pool.set_watermarks(first, Some((page, 2 * page))).expect("in order");
+    pool.remove_tenant(first).expect("it has nothing");
+    let second = plain_tenant(&pool, "second");
+    assert_eq!(first, second, "there is no other id");
+    assert_eq!((pool.is_frozen(second), pool.watermarks(second)), (false, None));
+    pool.open(second, prompt(5)).expect("there is room").close().expect("nobody uses it");
+    green(&pool);
+}
