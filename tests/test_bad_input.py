@@ -1059,8 +1059,8 @@ def test_a_refusal_carries_its_numbers(pool):
         pool.pages.allocate("user", 6)
     e = error.value
     assert (e.asked, e.room, e.why, e.tenant, e.level) == (6 * PAGE, 5 * PAGE, "limit", "user", "org")
-    assert str(6 * PAGE) in str(e)
-    assert str(5 * PAGE) in str(e)
+    assert kvalloc.format_bytes(6 * PAGE) in str(e)
+    assert kvalloc.format_bytes(5 * PAGE) in str(e)
     assert "raise the limit" in str(e)
 
 

@@ -41,8 +41,8 @@ def test_e26_what_can_never_fit_is_refused_at_once(tokens, new, pages, by_length
             answer = pool.admit("a", prompt, new)
             assert (answer.verdict, answer.room) == ("never", pool.capacity)
             assert not answer
-            assert str(pool.capacity) in answer.reason
-            assert str(-(-(tokens + new) // TOKENS) * PAGE) in answer.reason
+            assert kvalloc.format_bytes(pool.capacity) in answer.reason
+            assert kvalloc.format_bytes(-(-(tokens + new) // TOKENS) * PAGE) in answer.reason
     if tokens <= 100_000:
         with unchanged(pool), pytest.raises(kvalloc.AdmissionRefused) as refused:
             pool.open("a", ids(tokens), new, admit=True)
@@ -91,7 +91,7 @@ def test_e27_a_prompt_that_fits_and_its_output_that_does_not(admit):
         [refusal] = out.refused
         assert (out.num_tokens, refusal.row, refusal.sequence) == (0, 0, seq)
         assert (refusal.needed_bytes, refusal.room) == (PAGE, 0)
-        assert "4096 bytes" in refusal.reason
+        assert "asked for 4 KiB" in refusal.reason
         batch.commit([-1])
     seq.close()
     check_idle(pool)

@@ -50,7 +50,7 @@ def test_g41_pins_have_a_budget_and_an_owner():
     pool.tenant("a", pin_budget=10 * PAGE)
     pool.tenant("b")
     pins = []
-    with pytest.raises(kvalloc.PinError, match=r"budget is 40960, of which 40960 are used") as over:  # noqa: PT012
+    with pytest.raises(kvalloc.PinError, match=r"budget is 40 KiB, of which 40 KiB are used") as over:  # noqa: PT012
         for n in range(100):
             with serve(pool, "a", ids(16, n)) as seq:
                 pins.append(pool.pin(seq, 16, owner="a", label=f"chat {n}"))
@@ -147,7 +147,7 @@ def test_i45_reserves_above_the_capacity_are_refused(how):
     pool.tenant("a", reserve=6 * PAGE)
     if how != "new":
         pool.tenant("b", reserve=4 * PAGE)
-    with unchanged(pool), pytest.raises(kvalloc.TenantError, match=f"{PAGE}"):  # noqa: PT012
+    with unchanged(pool), pytest.raises(kvalloc.TenantError, match=kvalloc.format_bytes(PAGE)):  # noqa: PT012
         if how == "set":
             pool.tenant("b").set(reserve=5 * PAGE)
         else:
@@ -162,7 +162,7 @@ def test_i45_reserves_above_the_capacity_are_refused(how):
 def test_i45_a_reserve_does_not_fit_beside_what_is_held():
     pool = make_pool(10)
     pages = pool.pages.allocate(pool.tenant("a"), 7)
-    with unchanged(pool), pytest.raises(kvalloc.TenantError, match=str(PAGE)):
+    with unchanged(pool), pytest.raises(kvalloc.TenantError, match=kvalloc.format_bytes(PAGE)):
         pool.tenant("b", reserve=4 * PAGE)
     pool.tenant("b", reserve=3 * PAGE)
     pool.pages.release(pages)
