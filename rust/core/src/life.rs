@@ -553,5 +553,5 @@ impl Pool {
     }
 }
 
-#[cfg(all(test, kvalloc_loom))]
+#[cfg(all(test, any(kvalloc_loom, kvalloc_shuttle)))]
 mod models;

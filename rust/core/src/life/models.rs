@@ -1,9 +1,12 @@
-//! Loom: one page of a whole pool between a hit, a release, an eviction and a move to the host tier. Whatever the order of their accesses, it is in
-//! one hand, and the ledger knows in which.
+//! Loom and shuttle: one page of a whole pool between a hit, a release, an eviction and a move to the host tier or to a smaller
+//! class. Whatever the order of their accesses, it is in one hand, and the ledger knows in which.
 
 use std::sync::Arc;
 
+#[cfg(kvalloc_loom)]
 use loom::thread;
+#[cfg(kvalloc_shuttle)]
+use shuttle::thread;
 
 use super::*;
 use crate::{
@@ -19,10 +22,17 @@ const G: GroupId = GroupId(0);
 const LANE: Lane = Lane(0);
 
 /// A pool makes more accesses than loom expects of a model.
+#[cfg(kvalloc_loom)]
 fn model(f: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.max_branches = 10_000;
     builder.check(f);
+}
+
+/// Of two accesses to a word by one thread loom sees the last alone, so what another thread reads and then writes escapes it.
+#[cfg(kvalloc_shuttle)]
+fn model(f: impl Fn() + Sync + Send + 'static) {
+    shuttle::check_pct(f, 5_000, 3);
 }
 
 /// A pool of one page, which is published and held.

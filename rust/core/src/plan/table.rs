@@ -1,7 +1,7 @@
 //! The open plans of a pool, and who ends them.
 //!
 //! A plan stands in the table from its building until its last move is over. Its end is decided in its word, which needs no
-//! lock; the table is under a mutex, which only those wait for who build, end or look at plans. Expiry looks at one word
+//! lock; the table is under a mutex, which only those wait for who build plans or look at them. Expiry looks at one word
 //! first and passes by if somebody has the mutex, and so does whoever strikes a plan off that has ended: the next one who has
 //! the mutex does that first. So nobody who allocates ever waits here.
 //!
