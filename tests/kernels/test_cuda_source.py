@@ -114,6 +114,40 @@ def test_compressed_pages_in_the_same_table(backend, small, shared):
     case.check(backend)
 
 
+GIVEN_UP = {
+    "decode": (([9, 30], [1, 1]), {"given_up": (0, 2, 3)}, {}),
+    "shares that see nothing": (
+        ([700, 3, 257], [1, 1, 1]),
+        {"given_up": range(1, 170), "width": 200, "heads": 1, "k_dim": 8},
+        {},
+    ),
+    "all that a row has": (([9, 260, 6], [1, 1, 3]), {"given_up": range(80), "width": 200}, {}),
+    "prefill": (([33, 50, 13], [5, 9, 1]), {"given_up": (1, 2, 5)}, {}),
+    "tiles of keys that see nothing": (([150, 90], [3, 40]), {"given_up": range(1, 20)}, {}),
+    "cap and sinks": (
+        ([33, 50, 13, 300], [5, 1, 1, 1]),
+        {"given_up": range(1, 7), "width": 200},
+        {"soft_cap": 0.7, "sinks": np.array([-1.0, 0.5, 3.0, 30.0], np.float32)},
+    ),
+    "a window": (([33, 50, 13], [5, 1, 1]), {"given_up": (2, 7, 11)}, {"window": 9}),
+    "others int8": (([33, 40, 14], [1, 4, 14]), {"given_up": (1, 2), "small": "int8"}, {}),
+    "int8": (([33, 40], [1, 4]), {"given_up": (1, 2), "kind": "int8"}, {}),
+    "latent, others float8": (
+        ([33, 40], [1, 4]),
+        {"given_up": (1, 2), "small": "float8", "shared": True},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN_UP)
+def test_pages_that_were_given_up_are_not_seen(backend, name):
+    """Entries of 0; frame 0 holds NaN."""
+    rows, shape, options = GIVEN_UP[name]
+    backend.processors = 8
+    Case(*rows, **shape).check(backend, **options)
+
+
 def test_one_batch_of_decode_rows_takes_one_launch(backend):
     case = Case([3, 8], [1, 1])
     given = case.run(backend, max_query_len=1)
@@ -161,6 +195,8 @@ MUTATIONS = {
     ),
     "causal off by one": ("row_end[i] = there ? past + t + 1", "row_end[i] = there ? past + t + 2"),
     "prefill: keys beyond the end": ("position >= first && position < end);", "true);"),
+    "pages given up: frame 0 is read": ("key.seen = entry != 0;", ""),
+    "pages given up: their keys count as zeros in prefill": ("bool seen = there[j] && ", "bool seen = "),
 }
 
 
@@ -169,7 +205,9 @@ def test_mutations_turn_red(built, name):
     old, new = MUTATIONS[name]
     options = {"window": 5} if "window" in name else {"chunk": 6} if "chunk" in name else {}
     released = OPTIONS[next(iter(options))][1] if options else None
-    case = Case([9, 1, 0, 13, 6, 560], [1, 1, 1, 7, 6, 1], released=released, width=300)
+    given_up = (1, 2) if "given up" in name else ()
+    rows = ([9, 1, 0, 25, 6, 560], [1, 1, 1, 7, 6, 1])
+    case = Case(*rows, released=released, width=300, given_up=given_up)
     wrong = False
     for backwards in (False, True):
         backend = CpuBackend(built, processors=8, backwards=backwards)

@@ -65,6 +65,26 @@ CASES = {
         small=INT8, kv=F16, q=F16, window=40, sinks=True, soft_cap=20.0, num_splits=2, heads=6
     ),
     "some pages int8, latent": Case(small=INT8, latent=True, heads=4, kv_heads=1, k_dim=48, v_dim=32),
+    "pages given up": Case(given_up=(0, 2, 3), num_splits=1),
+    "pages given up, of one token": Case(given_up=(1, 4), page_tokens=1, lens=(0, 1, 2, 9)),
+    "pages given up, whole stretches of them": Case(
+        given_up=range(1, 40), lens=(0, 5, 30, 700), num_splits=3, k_dim=16, v_dim=16
+    ),
+    "pages given up, all that a row has": Case(given_up=range(40), lens=(0, 30, 600), num_splits=3),
+    "pages given up, all, sinks": Case(given_up=range(40), lens=(0, 30), num_splits=1, sinks=True),
+    "pages given up, sinks, cap, splits": Case(
+        given_up=range(1, 30), lens=(3, 20, 640), num_splits=3, k_dim=16, v_dim=16, sinks=True, soft_cap=5.0
+    ),
+    "pages given up, in a window": Case(given_up=(1, 3), window=40, lens=(17, 33, 70)),
+    "pages given up, fp8": Case(given_up=(1,), q=F16, kv=FP8),
+    "pages given up, int8": Case(given_up=(0, 3), q=F16, kv=INT8),
+    "pages given up, others int8": Case(given_up=(2, 3), small=INT8, kv=F16, q=F16),
+    "pages given up, others int8, splits": Case(
+        given_up=range(2, 30), small=INT8, lens=(0, 20, 40, 640), num_splits=3, sinks=True, k_dim=16, v_dim=16
+    ),
+    "pages given up, latent": Case(
+        given_up=(1, 2), latent=True, heads=4, kv_heads=1, k_dim=48, v_dim=32, small=FP8, num_splits=2
+    ),
     "loud": Case(loud=300.0, num_splits=2, lens=(0, 1, 150, 290), k_dim=16, v_dim=16),
 }
 

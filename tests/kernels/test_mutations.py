@@ -43,11 +43,21 @@ MUTATIONS = {
         "total = total",
         Case(lens=(300,), k_dim=16, v_dim=16),
     ),
-    "the last token is left out": ("valid = tokens < end", "valid = tokens < end - 1", Case(lens=(5, 17))),
+    "the last token is left out": ("inside = tokens < end", "inside = tokens < end - 1", Case(lens=(5, 17))),
     "pages of both classes are read as one": (
-        "if CLASS == 1:",
-        "if CLASS == 3:",
+        "again < 0 if SMALL",
+        "inside if SMALL",
         Case(small=torch.int8, lens=(40,)),
+    ),
+    "a page that was given up is read": (
+        "valid = entry > 0",
+        "valid = inside & (entry >= 0)",
+        Case(given_up=(1,), lens=(40,)),
+    ),
+    "the tokens of a page that was given up count as zeros": (
+        "else again > 0",
+        "else inside",
+        Case(given_up=(1,), lens=(40,)),
     ),
     "the scale of V is left out": ("p = p * v_step", "p = p + 0 * v_step", Case(kv=torch.int8, lens=(17,))),
     "a sink takes no part": (

@@ -95,6 +95,11 @@ def test_compressed_pages(arrays):
     arrays.test_compressed_pages_are_attended("full", "int8", "page_major")
 
 
+@pytest.mark.parametrize("kind", ["full", "latent"])
+def test_pages_given_up(arrays, kind):
+    arrays.test_pages_given_up_between_compressed_ones(kind, "int8")
+
+
 def test_refusals(arrays):
     pool = pool_of(spec_of("full"))
     with arrays.make(pool) as store, pool.batch(2, 64) as batch:

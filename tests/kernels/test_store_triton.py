@@ -50,6 +50,21 @@ def test_compressed_pages():
         table[0, 1] = ~frame
 
 
+def test_pages_given_up():
+    pool = pool_of(spec_of("full", layers=1))
+    with kvalloc.TorchStore(pool, kernels="triton") as store, pool.batch(2, 128) as batch:
+        arrays = TorchArrays()
+        arrays.poison(store)
+        model = Model(arrays, store, batch)
+        for n in (60, 34):
+            batch.add(pool.open("a", np.arange(n) + 1000 * n))
+        model.step(counts=[40, 34])
+        model.give_up(0, 0)
+        model.give_up(1, 1)
+        model.step(counts=[5, 1])
+        model.step(counts=[1, 1])
+
+
 @pytest.mark.parametrize("kernels", ["cutlass", 1])
 def test_kernels_that_are_not_there(kernels):
     with pytest.raises(kvalloc.InvalidArgument, match="'torch' or 'triton'"):

@@ -124,10 +124,16 @@ class Pages:
         return back
 
 
-def attend(q, k, v, position, *, scale=None, window=None, chunk=None, soft_cap=None, sinks=None):
-    """One query [heads, k_dim] at a position over its sequence's keys [tokens, kv_heads, k_dim]; float64."""
+def attend(q, k, v, position, *, scale=None, window=None, chunk=None, soft_cap=None, sinks=None, gone=None):
+    """One query [heads, k_dim] at a position over its sequence's keys [tokens, kv_heads, k_dim]; float64.
+
+    `gone` is true for keys that it does not see though they are in reach.
+    """
     first = max(0, position - window + 1 if window else 0, position // chunk * chunk if chunk else 0)
-    k, v = k[first : position + 1], v[first : position + 1]
+    seen = np.arange(first, position + 1)
+    if gone is not None:
+        seen = seen[~gone[seen]]
+    k, v = k[seen], v[seen]
     out = np.zeros((q.shape[0], v.shape[-1]))
     group = q.shape[0] // k.shape[1]
     for head in range(q.shape[0]):

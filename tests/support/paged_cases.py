@@ -27,6 +27,7 @@ class Case:
         small=None,
         shared=False,
         released=None,
+        given_up=(),
         seed=0,
     ):
         rng = np.random.default_rng(seed)
@@ -38,12 +39,12 @@ class Case:
         self.table = np.zeros((len(lengths), width or max([*counts, 1])), np.int32)
         self.table[:] = frames - 1  # nobody's frame: NaN
         free = list(rng.permutation(np.arange(1, frames - 1)))
-        self.k, self.v = [], []
+        self.k, self.v, self.gone = [], [], []
         for row, length in enumerate(lengths):
             ks, vs = np.zeros((length, heads, k_dim)), np.zeros((length, heads, v_dim))
             gone = released(length - queries[row]) // page_tokens if released else 0
             for page in range(counts[row]):
-                if page < gone:
+                if page < gone or page in given_up:
                     self.table[row, page] = 0
                     ks[page * page_tokens :][:page_tokens] = np.nan
                     continue
@@ -59,6 +60,7 @@ class Case:
                     vs[page * page_tokens + offset] = k_back[:, :v_dim] if shared else v_back
             self.k.append(ks)
             self.v.append(vs)
+            self.gone.append(np.isin(np.arange(length) // page_tokens, given_up))
         self.lengths = np.array(lengths, np.int32)
         self.starts = np.cumsum([0, *queries]).astype(np.int32)
         self.q = encode(rng.standard_normal((self.starts[-1], heads * group, k_dim)), q_kind)
@@ -94,7 +96,14 @@ class Case:
         q = decode(self.q, self.q_kind)
         return np.array(
             [
-                attend(q[i], self.k[row], self.v[row], self.lengths[row] - (end - i), **options)
+                attend(
+                    q[i],
+                    self.k[row],
+                    self.v[row],
+                    self.lengths[row] - (end - i),
+                    gone=self.gone[row],
+                    **options,
+                )
                 for row, (first, end) in enumerate(itertools.pairwise(self.starts))
                 for i in range(first, end)
             ]

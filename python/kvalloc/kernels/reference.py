@@ -157,7 +157,8 @@ def paged_attention(
     k, v : torch.Tensor [frames, page_tokens, kv_heads, dim]
         v is None for a latent: its first `v_dim` values are V.
     block_table : torch.Tensor int32 [rows, max_pages]
-        Frame of each page; below 0 it is ``~frame`` of `small`. Pages that no token looks at are not read.
+        Frame of each page; below 0 it is ``~frame`` of `small`; 0: the page was given up, and nobody looks at
+        its tokens. Pages that no token looks at are not read.
     seq_lens : torch.Tensor int32 [rows]
         Tokens of each sequence, those of the step included; a row of 0 gives zeros.
     query_start_loc : torch.Tensor int32 [rows + 1], optional
@@ -218,7 +219,10 @@ def paged_attention(
                 read_tokens = [
                     read(table[p // page_tokens], p % page_tokens, kv_head)
                     for p in range(first, position + 1)
+                    if table[p // page_tokens]
                 ]
+                if not read_tokens:
+                    continue
                 keys, values = (torch.stack(side).cpu() for side in zip(*read_tokens, strict=True))
                 for head in range(kv_head * group, (kv_head + 1) * group):
                     scores = keys @ q[token, head].to(torch.float32).cpu() * scale

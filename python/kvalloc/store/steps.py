@@ -2,6 +2,10 @@
 
 Worked out once a step and kept by the store for its layers: a model has tens of them, and they all read the
 same arrays. numpy only.
+
+A page of a row's context that was given up shows 0 in the block table. It is taken out of the row here, so no
+store gathers or masks it. That changes no answer: a group that lets pages go in the middle looks at all that
+came before, whatever its position, and the pages that a step writes to are there.
 """
 
 from dataclasses import dataclass
@@ -33,11 +37,11 @@ class Rows:
     first_token, counts : int64 [rows]
         Where the tokens of each row begin in the step, and how many there are.
     seq_lens : int64 [rows]
-        Tokens of each sequence, those of the step included.
+        Tokens of each sequence, those of the step included, those of pages that were given up not.
     first_page, end_page : int64 [rows]
         The pages that its tokens read.
     table : int32 [rows of the batch, max_pages]
-        The block table. An entry below 0 is ``~frame`` of the small class.
+        The block table without pages that were given up. An entry below 0 is ``~frame`` of the small class.
     tokens : int64 [written]
         Tokens of the step that are written,
     frames, offsets : int64 [written]
@@ -133,7 +137,8 @@ def read_step(
     Raises
     ------
     InvalidArgument
-        If an array names a frame that is not there: it was overwritten, or the batch has moved on.
+        If an array names a frame that is not there: it was overwritten, or the batch has moved on. 0, a page
+        that was given up, is refused where the step writes, and in a group that has a window or chunks.
     """
     step = batch.last
     num_rows, num_tokens = step.num_rows, step.num_tokens
@@ -151,7 +156,11 @@ def read_step(
     first = first_positions(kind, window, lens - counts) // page_tokens
     end = -(-lens // page_tokens)
     table = batch.block_table(group)
-    _check_pages(table, rows, first, end, page, small)
+    gone = _given_up(table, rows, first, (lens - counts) // page_tokens, end, page, small)
+    if gone is not None:
+        table = _without(table, rows, gone)
+        lost = gone.sum(axis=1)
+        lens, end = lens - lost * page_tokens, end - lost
     slots = batch.slot_mapping(group)[:num_tokens]
     tokens = np.flatnonzero(slots >= 0)
     frames, offsets = np.divmod(slots[tokens], page_tokens)
@@ -163,22 +172,32 @@ def read_step(
     return Rows(rows, starts[:-1][rows], counts, lens, first, end, table, tokens, frames, offsets, num_tokens)
 
 
-def _check_pages(
+def _given_up(
     table: NDArray[np.int32],
     rows: Int64s,
     first: Int64s,
+    written: Int64s,
     end: Int64s,
     page: ClassGeometry,
     small: ClassGeometry | None,
-) -> None:
-    """Refuse a table in which a page that will be read has no frame, or one that is not there."""
+) -> NDArray[np.bool_] | None:
+    """Which entries of the rows are pages that were given up; None if none is.
+
+    Refuses a table in which a page that will be read is not there otherwise; `written` is the first page of
+    each row that the step writes to.
+    """
     if not len(rows):
-        return
-    lowest = -small.frames if small else 0
+        return None
     columns = np.arange(int(end.max()))
     shown = table[rows, : len(columns)]
     read = (columns >= first[:, None]) & (columns < end[:, None])
-    wrong = read & ((shown == 0) | (shown == -1) | (shown >= page.frames) | (shown < lowest))
+    other = read & ((shown <= 0) | (shown >= page.frames))
+    if not other.any():
+        return None
+    gone = other & (shown == 0)
+    lowest = -small.frames if small else 0
+    wrong = other & ((shown == -1) | (shown >= page.frames) | (shown < lowest))
+    wrong |= gone & (columns >= written[:, None]) if page.group.grows else gone
     if wrong.any():
         row, column = (int(at[0]) for at in np.nonzero(wrong))
         raise InvalidArgument(
@@ -186,6 +205,17 @@ def _check_pages(
             f"{int(shown[row, column])} is no frame that can be read (1 to {page.frames - 1}"
             f"{f', ~1 to ~{small.frames - 1} compressed' if small else ''})"
         )
+    return gone if gone.any() else None
+
+
+def _without(table: NDArray[np.int32], rows: Int64s, gone: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """A copy of the table in which the pages of each row that are there stand side by side."""
+    width = gone.shape[1]
+    packed = table[: int(rows.max()) + 1, :width].copy()
+    cut = np.flatnonzero(gone.any(axis=1))
+    order = np.argsort(gone[cut], axis=1, kind="stable")
+    packed[rows[cut]] = np.take_along_axis(table[rows[cut], :width], order, axis=1)
+    return packed
 
 
 def group_rows(rows: Rows, page_tokens: int, most_tokens: int) -> list[Together]:

@@ -381,7 +381,8 @@ class KvallocCache(Cache):  # type: ignore[misc]
         Returns
         -------
         dict
-            Arguments to change: the columns that are in pages are left out.
+            Arguments to change: the columns that are in pages are left out, and those in pages that were
+            given up are masked, unless attention goes over the pages.
 
         Raises
         ------
@@ -415,7 +416,16 @@ class KvallocCache(Cache):  # type: ignore[misc]
         )
         left_out = self._rows.prepare(inputs, self._named())
         changed = ("input_ids", "position_ids", "cache_position") if left_out else ()
-        return {name: given[name][..., left_out:] for name in changed if given.get(name) is not None}
+        replaced = {name: given[name][..., left_out:] for name in changed if given.get(name) is not None}
+        if not _is_paged(self._config):
+            try:
+                gone = self._kv.given_up()
+                if gone is not None:
+                    replaced["attention_mask"] = _hidden(mask, gone, own_mask)
+            except BaseException:
+                self._rows.roll_back()
+                raise
+        return replaced
 
     def after_forward(self, done: bool) -> None:
         """Commit the step of a forward, or undo it; called by the model's hook.
@@ -532,6 +542,17 @@ def _listed(ids: Any) -> list[int]:
 
 def _int32(ids: Tensor) -> Int32s:
     return ids.to("cpu", torch.int32).contiguous().numpy()
+
+
+def _hidden(mask: Tensor | None, gone: Tensor, own: bool) -> Tensor:
+    """An attention mask [rows, columns] without these columns."""
+    if own:
+        raise InvalidArgument(
+            "pages of this cache were given up, and a mask of the forward's own does not know which: pass an "
+            f"attention_mask of [rows, columns], or use model.set_attn_implementation({PAGED!r})"
+        )
+    shown = torch.ones_like(gone, dtype=torch.int64) if mask is None else mask
+    return shown.masked_fill(gone.to(shown.device), 0)
 
 
 def _mask(mask: Tensor) -> Any:

@@ -250,8 +250,8 @@ class PagedKV:
                     "some pages of this cache are compressed; gathered attention reads whole ones only: use "
                     "model.set_attn_implementation('kvalloc_paged')"
                 )
-            # Of rows that are all padding, and behind the window of a prefix that was found: nobody attends
-            # to them.
+            # Of rows that are all padding, behind the window of a prefix that was found, and in pages that
+            # were given up (`given_up`): nobody attends to them.
             absent = torch.from_numpy(frames == 0) if (frames == 0).any() else None
             self._index[group] = (
                 torch.from_numpy(frames).to(self.store.device),
@@ -259,6 +259,37 @@ class PagedKV:
                 None if absent is None else absent.to(self.store.device),
             )
         return self._index[group]
+
+    def given_up(self) -> Tensor | None:
+        """The columns in pages that were given up: gathered attention needs a mask that hides them.
+
+        Returns
+        -------
+        Tensor bool [rows, columns] or None
+            None if there are none.
+
+        Raises
+        ------
+        InvalidArgument
+            One mask won't do for all layers.
+        """
+        self.flight()
+        spec, places = self.store.spec, self.store.spec.layer_map
+        layers = {place[0]: layer for layer, place in enumerate(places) if place is not None}
+        live = torch.tensor([row.sequence is not None for row in self.rows.rows], device=self.store.device)
+        found = []
+        for group, layer in layers.items():
+            absent = self._where(layer)[2] if spec.groups[group].grows else None
+            gone = None if absent is None else absent & live[:, None]
+            found.append(None if gone is None or not gone.any() else gone)
+        hidden = [gone for gone in found if gone is not None]
+        if hidden and not (len(hidden) == len(found) and all(torch.equal(x, hidden[0]) for x in hidden)):
+            raise InvalidArgument(
+                "pages of this cache were given up in some layers and not in others (they have windows, or "
+                "tables of their own); gathered attention has one mask for all: use "
+                "model.set_attn_implementation('kvalloc_paged')"
+            )
+        return hidden[0] if hidden else None
 
     # -- attending -------------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@
 //
 // The query of position p sees the keys from first_key(p) to p. Keys that no query of a block sees are not loaded,
 // whatever the pages hold there: NaN in freed pages goes nowhere. A block table entry e < 0 names frame ~e of the
-// compressed class. Scores are kept times log2(e), so that exp2 does.
+// compressed class; 0 is a page that was given up, whose keys no query sees. Scores are kept times log2(e), so that
+// exp2 does.
 
 #define THREADS 128
 #define LOG2E 1.4426950408889634f
@@ -38,6 +39,7 @@ struct Key {
 __device__ inline Key find_key(const int *table_row, int position, bool seen) {
     Key key{0, position % PAGE_TOKENS, seen, false};
     int entry = seen ? table_row[position / PAGE_TOKENS] : 0;
+    key.seen = entry != 0;
     if (entry < 0) {
         key.small = true;
         key.seen = SMALL >= 0;
@@ -381,6 +383,12 @@ paged_prefill(const void *q, i64 q_token, i64 q_head, KEYS_ARGS(), KEYS_ARGS(sma
     }
 
     for (int base = first / TILE_KEYS * TILE_KEYS; base < end; base += TILE_KEYS) {
+        bool there[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            int position = base + x + 8 * j;
+            there[j] = find_key(table, position, position >= first && position < end).seen;
+        }
         float s[ROW_TILE][4];
 #pragma unroll
         for (int i = 0; i < ROW_TILE; i++) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.0f;
@@ -406,7 +414,8 @@ paged_prefill(const void *q, i64 q_token, i64 q_head, KEYS_ARGS(), KEYS_ARGS(sma
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 int position = base + x + 8 * j;
-                s[i][j] = position >= row_first[i] && position < row_end[i] ? score(s[i][j], soft_cap) : NONE;
+                bool seen = there[j] && position >= row_first[i] && position < row_end[i];
+                s[i][j] = seen ? score(s[i][j], soft_cap) : NONE;
                 new_top = fmaxf(new_top, s[i][j]);
             }
             new_top = max_over_lanes<8>(new_top);

@@ -131,7 +131,8 @@ def paged_attention(
         row adjacent. numpy has no bfloat16 and no float8: uint16 and uint8 stand for their bits. ``v=None``:
         V is the first `v_dim` values of K (a latent).
     block_table : array [rows, max_pages], int32
-        Frame of each page of a row. An entry ``~frame`` (negative) names a frame of `small`.
+        Frame of each page of a row. An entry ``~frame`` (negative) names a frame of `small`; 0 is a page that
+        was given up, whose tokens nobody sees.
     seq_lens : array [rows], int32
         Length of each row with the queries' tokens; 0 gives zeros.
     query_start_loc : array [rows + 1], int32
