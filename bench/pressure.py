@@ -21,6 +21,7 @@ from kvalloc.engine.replay import Replay
 
 SPEC = KVSpec.uniform(layers=28, kv_heads=4, head_dim=128, dtype="float16", page_tokens=16)
 POLICIES = ("none", "reserve", "recompute", "swap", "auto")
+NOT_SHOWN = ("policy", "reclaims", "give_backs")  # nobody is reclaimed from or lends here
 
 
 def serve(trace: Path, policy: str, asked: argparse.Namespace) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def serve(trace: Path, policy: str, asked: argparse.Namespace) -> dict[str, Any]
         "virtual_s": run["virtual_seconds"],
         "finished_per_s": run["finished"] / run["virtual_seconds"],
         "wait_p99_s": max(wait["p99"] for wait in waits),
-        **{key: value for key, value in result["pressure"].items() if key not in ("policy", "reclaims")},
+        **{key: value for key, value in result["pressure"].items() if key not in NOT_SHOWN},
     }
 
 

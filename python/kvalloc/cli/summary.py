@@ -159,8 +159,18 @@ def _pressure(pressure: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
             *victims[1:],
             f"{format_bytes(pressure['swapped_bytes'])} swapped",
             f"stopped for {seconds(pressure['stalled_s'])} in all",
+            *([f"{pressure['expired']:,} plans ran out of time"] if pressure["expired"] else []),
         ],
     )
+    for name, got in pressure["give_backs"].items():
+        yield (
+            "lent",
+            [
+                f"{name} got {format_bytes(got['bytes'])} back in {got['count']:,} plans",
+                f"{got['rows']:,} rows stopped",
+                f"P99 {seconds(got['seconds']['p99'])}",
+            ],
+        )
     for one in pressure["reclaims"]:
         yield (
             "reclaim",

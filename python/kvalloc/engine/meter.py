@@ -8,6 +8,7 @@ any length costs the same.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +34,13 @@ FIELDS = (
     "promised",
     "waiting",
     "running",
+    "stopped",
     "prompt_tokens",
     "cached_tokens",
     "waste",
 )
-POOL_FIELDS = ("free", "held", "cached", "pinned")
+# Bytes at a time; then, grown so far, rows that were stopped and bytes that were copied for it.
+POOL_FIELDS = ("free", "held", "cached", "pinned", "swapped", "recomputed", "swapped_bytes")
 
 
 @dataclass(slots=True)
@@ -68,6 +71,9 @@ class TenantCounts:
     refusals: dict[str, Refusals] = field(default_factory=dict)  # by kind
     waits: array[float] = field(default_factory=lambda: array("d"))
     first_tokens: array[float] = field(default_factory=lambda: array("d"))
+    stops: int = 0  # of running requests, for lack of room
+    stalls: array[float] = field(default_factory=lambda: array("d"))  # seconds, of requests that were stopped
+    paces: array[float] = field(default_factory=lambda: array("d"))  # seconds a token behind the first
 
 
 def quantiles(values: Seq[float]) -> dict[str, float]:
@@ -121,12 +127,18 @@ class Meter:
                 counts.refusals[cause.kind].add(cause)
             else:
                 counts.refusals[cause.kind] = Refusals(1, cause)
+        elif event == "stopped":
+            counts.stops += 1
         else:
             counts.finished += event == "finished"
             counts.aborted += event == "aborted"
             counts.generated_tokens += request.produced
             if request.first_token >= 0.0:
                 counts.first_tokens.append(request.first_token - request.arrival)
+            if event == "finished" and request.produced > 1:
+                counts.paces.append((request.finished - request.first_token) / (request.produced - 1))
+            if request.stalled:
+                counts.stalls.append(request.stalled)
 
     def sample(self, now: float, engine: Engine) -> None:
         """Write down the books as they are."""
@@ -138,6 +150,8 @@ class Meter:
             waste += np.bincount(rows.tenant[:n], weights=tail, minlength=len(queues)) * self.token_bytes
         table = np.empty((len(queues), len(FIELDS)))
         nothing = TenantCounts()
+        pressure = engine.pressure
+        stopped = Counter(run.queue.index for run in pressure.stopped) if pressure else Counter[int]()
         for i, queue in enumerate(queues.values()):
             tenant, counts = queue.tenant, self.tenants.get(queue.name, nothing)
             table[i] = (
@@ -146,7 +160,8 @@ class Meter:
                 tenant.pinned,
                 tenant.promised,
                 len(queue.requests),
-                queue.running,
+                queue.running - stopped[i],
+                stopped[i],
                 counts.prompt_tokens,
                 counts.cached_tokens,
                 waste[i],
@@ -155,11 +170,14 @@ class Meter:
                 self.oldest_wait = max(self.oldest_wait, now - queue.requests[0].arrival)
         pool = engine.pool
         _, held, cached, pinned = books = (pool.free, pool.held, pool.cached, pool.pinned)
+        taken = (0, 0, 0)
+        if pressure is not None:
+            taken = (pressure.counts["swapped"], pressure.counts["recomputed"], pressure.swapped_bytes)
         self.peak_held = max(self.peak_held, held + pinned)
         self.peak_charged = max(self.peak_charged, held + cached + pinned)
         self.times.append(now)
         self.samples.append(table)
-        self.pool_samples.append(books)
+        self.pool_samples.append((*books, *taken))
         if len(self.times) >= MOST_SAMPLES:
             del self.times[1::2], self.samples[1::2], self.pool_samples[1::2]
             self.interval *= 2

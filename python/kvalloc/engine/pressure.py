@@ -11,11 +11,16 @@ A tenant that lends its reserve and is refused inside it gets it back before the
 
 Who stops loses no token: what it generated stays with its sequence. Recompute prefills it again, by chunks
 among the others' steps; swap brings the pages back as they were.
+
+A plan whose copies take longer than it lives expires, and all is as before it. That is counted, and whoever
+it was for tries again: rows that are to stop without copies then, rows that are to go on a few times more.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvalloc import AdmissionRefused, OutOfPages, PlanError
@@ -31,7 +36,31 @@ if TYPE_CHECKING:
 
     Mode = Literal["auto", "swap", "recompute"]
 
-__all__ = ["Pressure"]
+__all__ = ["GiveBacks", "Pressure"]
+
+_TRIES = 3  # plans to go on that expire one after another before nothing more is tried in this step
+
+
+@dataclass(slots=True)
+class GiveBacks:
+    """What one lender asked back so far.
+
+    Attributes
+    ----------
+    count : int
+        How often it got something.
+    rows : int
+        Rows that stopped for it.
+    bytes : int
+        What came back.
+    seconds : array of float
+        From asking to having, each time: the copies of those that stopped.
+    """
+
+    count: int = 0
+    rows: int = 0
+    bytes: int = 0
+    seconds: array[float] = field(default_factory=lambda: array("d"))
 
 
 class Pressure:
@@ -54,6 +83,10 @@ class Pressure:
         Copied between device and host, both ways.
     stalled : float
         Seconds that sequences were stopped, summed over those that went on.
+    expired : int
+        Plans that ran out of time before their copies were done.
+    give_backs : dict of Tenant to GiveBacks
+        What lenders asked back.
     """
 
     def __init__(self, engine: Engine, mode: Mode) -> None:
@@ -62,6 +95,9 @@ class Pressure:
         self.counts: Counter[str] = Counter()
         self.swapped_bytes = 0
         self.stalled = 0.0
+        self.expired = 0
+        self.give_backs: dict[Tenant, GiveBacks] = {}
+        self._late = False  # the last plan that stopped rows has expired
         # Lenders that got bytes back, and the number of the step that is to use them.
         self._recalled: dict[Tenant, int] = {}
 
@@ -128,14 +164,19 @@ class Pressure:
         """Get lent bytes back for the next step; return how many rows stopped for them, and 1 for none."""
         if not tenant.lend:
             return 0
-        engine = self.engine
+        engine, began = self.engine, self.engine.clock.now()
         idle = [run.sequence for run in self.stopped if run.sequence.state == "running"]
         try:
-            plan = engine.pool.give_back(tenant, needed, batch=engine.batch, sessions=idle, mode=self.mode)
+            plan = engine.pool.give_back(tenant, needed, batch=engine.batch, sessions=idle, mode=self._how())
         except PlanError:
             return 0
         self._recalled[tenant] = engine.steps
-        return max(1, self.carry_out(plan))
+        rows = self.carry_out(plan)
+        if plan.state == "committed":
+            got = self.give_backs.setdefault(tenant, GiveBacks())
+            got.count, got.rows, got.bytes = got.count + 1, got.rows + rows, got.bytes + plan.bytes
+            got.seconds.append(engine.clock.now() - began)
+        return max(1, rows)
 
     def _lend_again(self) -> None:
         """Lend what was given back for a step that is over."""
@@ -167,15 +208,22 @@ class Pressure:
                 levels[refusal.level] = levels.get(refusal.level, 0) + needed
         stopped = sum(self._give_back(tenant, needed) for tenant, needed in lenders.items())
         for level, needed in levels.items():
-            plan = engine.pool.preempt(level, needed, batch=engine.batch, mode=self.mode)
+            plan = engine.pool.preempt(level, needed, batch=engine.batch, mode=self._how())
             stopped += self.carry_out(plan)
         if not stopped and not out.num_tokens and len(engine.rows) > 1:
             newest = max(engine.rows.running, key=lambda run: run.sequence.number)
-            stopped = self.carry_out(engine.pool.suspend(newest.sequence, mode=self.mode, batch=engine.batch))
+            plan = engine.pool.suspend(newest.sequence, mode=self._how(), batch=engine.batch)
+            stopped = self.carry_out(plan)
         return stopped > 0
+
+    def _how(self) -> Mode:
+        """How the next victims stop: without copies, if those of the last ones took too long."""
+        return "recompute" if self._late else self.mode
 
     def carry_out(self, plan: Plan) -> int:
         """Follow a plan that took rows: copy, commit, and remember who has to go on later.
+
+        If the plan expires meanwhile its sequences have all they had, and go on as soon as there are rows.
 
         Parameters
         ----------
@@ -188,41 +236,63 @@ class Pressure:
             Rows that were stopped.
         """
         engine, now = self.engine, self.engine.clock.now()
-        runs = []
+        runs, fates = [], Counter[str]()
         for victim in plan.victims:
             if victim.row is None:
                 continue
             run = engine.rows.running[victim.row]
             engine.rows.remove(run)
             runs.append(run)
-            self.counts[victim.fate] += 1
+            fates[victim.fate] += 1
             run.stopped = now
         # Whatever becomes of the copies, these have no row now.
         self.stopped = deque(sorted((*self.stopped, *runs), key=lambda run: run.request.admitted))
-        with plan:
-            engine.model.execute(plan)
-        self.swapped_bytes += plan.copied[1]
+        self._late = not self._executed(plan)
+        if not self._late:
+            self.counts.update(fates)
+            for run in runs:
+                engine.tell("stopped", run.request)
         return len(runs)
 
-    def resume(self) -> Queue | None:
-        """Let stopped requests go on while there is room; return the queue of the first that has none."""
-        engine = self.engine
+    def _executed(self, plan: Plan) -> bool:
+        """Copy and commit; False if the plan's time was over first, and so all is as before it."""
+        try:
+            with plan:
+                self.engine.model.execute(plan)
+        except PlanError as error:
+            if error.state != "expired":
+                raise
+            self.expired += 1
+            return False
+        self.swapped_bytes += plan.copied[1]
+        return True
+
+    def resume(self) -> None:
+        """Let stopped requests go on, the oldest first, while there is room."""
+        engine, tries = self.engine, _TRIES
         while self.stopped and len(engine.rows) < engine.max_rows:
             run = self.stopped[0]
-            if run.sequence.state != "running":  # else its plan was aborted, and it has all it had
+            if run.sequence.state != "running":  # else its plan came to nothing, and it has all it had
                 try:
                     plan = engine.pool.resume(run.sequence)
                 except OutOfPages:
-                    return run.queue
-                with plan:
-                    engine.model.execute(plan)
-                self.swapped_bytes += plan.copied[1]
+                    return
+                if not self._executed(plan):
+                    tries -= 1
+                    if not tries:
+                        return
+                    continue
             self.stopped.popleft()
-            self.stalled += engine.clock.now() - run.stopped
-            run.row = engine.batch.add(run.sequence)
-            run.todo = run.sequence.num_tokens - run.sequence.num_written
-            engine.rows.add(run)
-        return None
+            self._went_on(run)
+
+    def _went_on(self, run: Running) -> None:
+        """Give a request that was stopped a row again."""
+        engine, stalled = self.engine, self.engine.clock.now() - run.stopped
+        self.stalled += stalled
+        run.request.stalled += stalled
+        run.row = engine.batch.add(run.sequence)
+        run.todo = run.sequence.num_tokens - run.sequence.num_written
+        engine.rows.add(run)
 
     def drop(self, run: Running) -> None:
         """Close a request that was stopped and will not go on."""

@@ -32,18 +32,22 @@ The result is a dict of plain values, what ``kvalloc replay --json`` writes:
     ``limit`` (null: none), ``weight``, ``requests``, ``finished``, ``refused`` (kind to count, such as
     ``{"never fits: limit of shop": 98, "never fits: pool": 2}``), ``refusals`` (the same with numbers:
     ``what``, ``by``, ``requests``, the largest ``needed``, the least ``room``, their ``unit``, ``text``),
-    ``prompt_tokens``, ``cached_tokens``, ``generated_tokens``, ``hit_rate``, ``wait_s`` and
-    ``first_token_s`` (``mean``, ``p50``, ``p99``, ``max``), ``waste``, ``held``, ``cached``, ``pinned``.
+    ``prompt_tokens``, ``cached_tokens``, ``generated_tokens``, ``hit_rate``, ``wait_s``, ``first_token_s``
+    and ``token_s`` (seconds a token behind the first, of each request that finished), each with ``mean``,
+    ``p50``, ``p99``, ``max``; ``stops`` (of running requests) and ``stall_s`` (seconds that each request was
+    stopped that ever was), ``waste``, ``held``, ``cached``, ``pinned``.
 ``pressure``
     ``policy`` ("reserve", or how rows are stopped), ``victims`` (what became of them, to count), ``stopped``
-    at the end, ``swapped_bytes`` (both ways), ``stalled_s`` (seconds that requests were stopped, summed), and
-    ``reclaims``: for each one asked for its ``tenant``, ``at_s``, ``asked``, ``bytes`` that came back,
-    ``rungs``, ``victims``, ``shortfall``, ``shared`` and ``pinned`` bytes that stayed.
+    at the end, ``swapped_bytes`` (both ways), ``stalled_s`` (seconds that requests were stopped, summed),
+    ``expired`` (plans whose copies took too long: all was as before), ``give_backs`` (by lender: ``count``,
+    ``rows`` that stopped, ``bytes``, ``seconds`` from asking to having), and ``reclaims``: for each one asked
+    for its ``tenant``, ``at_s``, ``asked``, ``bytes`` that came back, ``rungs``, ``victims``, ``shortfall``,
+    ``shared`` and ``pinned`` bytes that stayed.
 ``audit``
     ``ok`` and ``problems``, what `Pool.audit` said at the end.
 ``series``
-    ``time`` (seconds), ``pool`` and ``tenants``: bytes and counts at those times; ``prompt_tokens`` and
-    ``cached_tokens`` grow.
+    ``time`` (seconds), ``pool`` and ``tenants``: bytes and counts at those times; ``prompt_tokens``,
+    ``cached_tokens``, ``swapped``, ``recomputed`` and ``swapped_bytes`` grow.
 """
 
 from __future__ import annotations
@@ -216,7 +220,7 @@ class Replay:
     def _reclaim(self, tenant: str, size: int, at: float) -> None:
         pressure = self.engine.pressure
         assert pressure is not None
-        plan = self.pool.reclaim(tenant, size, live="preempt", batch=self.engine.batch)
+        plan = self.pool.reclaim(tenant, size, live="preempt", batch=self.engine.batch, mode=pressure.mode)
         pressure.carry_out(plan)
         self.reclaims.append(
             {
@@ -242,6 +246,16 @@ class Replay:
             "stopped": len(pressure),
             "swapped_bytes": pressure.swapped_bytes,
             "stalled_s": pressure.stalled,
+            "expired": pressure.expired,
+            "give_backs": {
+                tenant.name: {
+                    "count": got.count,
+                    "rows": got.rows,
+                    "bytes": got.bytes,
+                    "seconds": quantiles(got.seconds),
+                }
+                for tenant, got in pressure.give_backs.items()
+            },
             "reclaims": self.reclaims,
         }
 
@@ -342,6 +356,9 @@ class Replay:
             "hit_rate": counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else 0.0,
             "wait_s": quantiles(counts.waits),
             "first_token_s": quantiles(counts.first_tokens),
+            "token_s": quantiles(counts.paces),
+            "stops": counts.stops,
+            "stall_s": quantiles(counts.stalls),
             "waste": waste,
             "held": tenant.held if tenant else 0,
             "cached": tenant.cached if tenant else 0,

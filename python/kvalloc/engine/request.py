@@ -273,6 +273,7 @@ class Request:
     admitted: float = -1.0
     first_token: float = -1.0
     finished: float = -1.0
+    stalled: float = 0.0  # seconds that it was stopped for lack of room
     cached: int = 0
     produced: int = 0
     cause: Cause | None = None  # why it was refused

@@ -98,7 +98,8 @@ class Engine:
     reuse : bool
         Hit prefixes that are cached. Without it every prompt is computed whole.
     listener : callable, optional
-        Called as ``listener(event, request)`` with "arrived", "admitted", "finished", "refused" or "aborted".
+        Called as ``listener(event, request)`` with "arrived", "admitted", "stopped" (for lack of room, to go
+        on later), "finished", "refused" or "aborted".
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Engine:
         self.waiting = 0  # requests in all queues
         self.core_ns = 0  # time the last step spent in Batch.step and Batch.commit
         self.idle_while_waiting = 0.0  # seconds in which somebody waited and nothing ran: stays 0
-        self._tell = listener or (lambda event, request: None)
+        self.tell = listener or (lambda event, request: None)
         self._turns: list[tuple[float, int, Queue]] = []  # heap of queues to look at, by virtual time
         self._asleep: list[Queue] = []  # queues whose first request waits until something is given back
         # For whom the room of a level is kept: by the name of the tenant with that limit, None for the pool.
@@ -198,7 +199,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Put a request at the end of its tenant's queue."""
-        self._tell("arrived", request)
+        self.tell("arrived", request)
         queue, need = self.queues.get(request.tenant), len(request.prompt) + request.max_new
         if queue is None:
             self._refuse(request, Cause(f"unknown tenant {request.tenant!r}"))
@@ -229,7 +230,7 @@ class Engine:
         request.finished = self.clock.now()
         self.waiting -= 1
         self.wake()
-        self._tell("aborted", request)
+        self.tell("aborted", request)
         return True
 
     def step(self) -> bool:
@@ -384,7 +385,7 @@ class Engine:
         queue.served += held * request.max_new / queue.tenant.weight
         queue.running += 1
         queue.waits_for = None
-        self._tell("admitted", request)
+        self.tell("admitted", request)
         return run
 
     def _retire(self, run: Running, event: str) -> None:
@@ -397,7 +398,7 @@ class Engine:
         run.sequence.close()
         queue.running -= 1
         self.wake()
-        self._tell(event, request)
+        self.tell(event, request)
 
     def _drop(self, run: Running, event: str) -> None:
         """Give back the sequence of a request that was stopped, and what it reserved."""
@@ -406,11 +407,11 @@ class Engine:
         run.request.produced, run.request.finished = run.request.max_new - run.left, self.clock.now()
         run.queue.running -= 1
         self.wake()
-        self._tell(event, run.request)
+        self.tell(event, run.request)
 
     def _refuse(self, request: Request, why: Cause) -> None:
         request.cause, request.ids, request.finished = why, None, self.clock.now()
-        self._tell("refused", request)
+        self.tell("refused", request)
 
     def wake(self) -> None:
         """Look at those who wait: something was given back, or a limit or reserve was changed outside."""
