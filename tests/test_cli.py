@@ -217,6 +217,44 @@ def test_report_is_one_file_with_plots(run, trace, tmp_path):
         assert word in text
 
 
+def test_report_shows_what_was_stopped_and_taken_back(run, tmp_path):
+    tenants, report = tmp_path / "t.toml", tmp_path / "r.html"
+    tenants.write_text(
+        "[tenants.shop]\nlimit = '70%'\n[tenants.chat]\nparent = 'shop'\nreserve = '30%'\nlend = true\n"
+        "[tenants.agent]\nparent = 'shop'\nreserve = '15%'\n"
+        "[tenants.search]\nreserve = '10%'\nlimit = '40%'\n[tenants.batch]\nlimit = '80%'\n"
+    )
+    options = ("--tenants-file", str(tenants), "--limit-seconds", "20", "--device", "3GiB")
+    taken = ("--policy", "swap", "--host", "500MiB", "--reclaim", "batch=500MiB@10", "--json", "-")
+    code, out, _ = run("replay", *options, *taken, "--report", str(report), "-q")
+    assert code == 0
+    pressure, text = json.loads(out)["pressure"], report.read_text()
+    assert pressure["victims"]["swapped"] > 0
+    assert pressure["victims"]["recomputed"] > 0
+    assert pressure["give_backs"]["chat"]["count"] > 0
+    tags = Tags()
+    tags.feed(text)
+    assert tags.open in ([], ["html"])
+    assert tags.count["svg"] == 5
+    for word in (
+        "Under pressure",
+        f"<b>{pressure['victims']['swapped']:,}</b><small>rows swapped",
+        f"<b>{pressure['victims']['recomputed']:,}</b><small>rows recomputed",
+        f"<b>{kvalloc.format_bytes(pressure['swapped_bytes'])}</b>",
+        f"<b>{seconds(pressure['stalled_s'])}</b><small>stopped, all",
+        "Reserves given back",
+        f"<td>chat</td><td>{pressure['give_backs']['chat']['count']}</td>",
+        "Reclaimed",
+        "<td>batch</td><td>0:10</td><td>500 MiB</td>",
+        "requests that stand still",
+        "first token P50",
+    ):
+        assert word in text
+    assert "Under pressure" not in render(
+        json.loads(run("replay", *options[2:4], *SMALL, "--json", "-", "-q")[1])
+    )
+
+
 def test_report_escapes_names_and_survives_an_empty_run():
     spec = kvalloc.KVSpec.uniform(layers=1, kv_heads=1, head_dim=64, dtype="float16")
     from kvalloc.engine.request import Request, Text
@@ -257,6 +295,7 @@ def test_report_escapes_names_and_survives_an_empty_run():
         (("--speed", "0"), "--speed 0: a number above 0"),
         (("--device", "24"), "--device 24: that is 24 bytes; did you mean 24GiB?"),
         (("--host", "8"), "--host 8: that is 8 bytes; did you mean 8GiB?"),
+        (("--policy", "swap"), "Give --host SIZE, for example --host 16GiB, or --policy recompute"),
         (("--json", "no/such/dir/o.json"), "no such directory"),
         (("--report", "no/such/dir/o.html"), "no such directory"),
     ],
@@ -400,7 +439,7 @@ def test_wrapped():
 def test_ctrl_c_ends_with_a_summary_and_130(tmp_path):
     out = tmp_path / "o.json"
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvalloc.cli", "replay", "--limit-seconds", "5000", "--json", str(out)],
+        [sys.executable, "-m", "kvalloc", "replay", "--limit-seconds", "5000", "--json", str(out)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -479,6 +518,39 @@ def test_the_example_tenants_file_is_read(run, trace):
     assert code == 0
     for name in ("acme", "support", "research", "nightly"):
         assert name in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("reclaim", "nope", "1GiB"), "no tenant 'nope'; there are agent, batch, chat, pool, search, shop"),
+        (("top-up", "pool", "1GiB"), "no tenant 'pool'; there are agent, batch, chat, search, shop"),
+        (("top-up", "chat", "1GiB", "--live", "freeze"), "use --live preempt"),
+        (("reclaim", "chat", "2"), "did you mean 2GiB?"),
+        (("reclaim", "chat", "2GiB", "--device", "8"), "did you mean 8GiB?"),
+    ],
+)
+def test_plan_tells_a_person_what_to_write(run, words, message):
+    code, out, err = run("plan", *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("kvalloc: error: plan ") or "--device" in err
+    assert message in err
+    assert "pool." not in err
+
+
+@pytest.mark.parametrize("live", ["preempt", "freeze"])
+def test_plan_reclaims_from_all_or_one(run, live):
+    for words in (("pool",), ("chat",)):
+        code, out, err = run("plan", "reclaim", *words, "100MiB", "--at", "5", "--live", live)
+        assert (code, err) == (0, "")
+        assert "100 MiB asked for (dry)" in out
+        assert re.search(r"missing +\d", out)
+        assert ("offload" in out) == (live == "preempt")
+
+
+def test_python_m_kvalloc_is_the_command():
+    asked = subprocess.run([sys.executable, "-m", "kvalloc", "--version"], capture_output=True, text=True)
+    assert asked.stdout == f"kvalloc {kvalloc.__version__}\n"
 
 
 def test_a_device_is_no_trace(run):

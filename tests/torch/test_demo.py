@@ -396,7 +396,7 @@ def test_smollm2_knows_the_capital_of_france(smol):
 def test_smollm2_answers_through_pages_as_plain_generate_does(smol, tmp_path):
     file = tmp_path / "demo.json"
     done = subprocess.run(
-        [sys.executable, "-m", "kvalloc.cli", "demo", "--device", "cpu", "--json", str(file)],
+        [sys.executable, "-m", "kvalloc", "demo", "--device", "cpu", "--json", str(file)],
         capture_output=True,
         text=True,
         check=False,

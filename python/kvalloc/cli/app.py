@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
 from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,9 +20,10 @@ from kvalloc.engine.clock import StepTime
 from kvalloc.engine.replay import Replay
 from kvalloc.engine.request import Sampling
 from kvalloc.engine.tenants import TenantsError
-from kvalloc.sizes import format_bytes, parse_bytes, spell_bytes
+from kvalloc.sizes import format_bytes, spell_bytes
 
 from . import plan as _plan
+from .options import fail, reclaim_of, size_of, spec_of
 from .summary import print_summary
 from .traffic import Traffic, choose
 
@@ -38,7 +38,6 @@ DEFAULT_MODEL = "Qwen2.5-7B"
 INTERRUPTED = 130
 SHORT = 10.0  # seconds of real time: too short to see much in the live view
 EVERY = 0.1  # seconds between two pictures of it
-LEAST = 1 << 20  # a number without a unit below this is more likely meant as GiB
 
 
 class Policy(StrEnum):
@@ -78,12 +77,6 @@ def main() -> None:
         fail(str(error))
     except BrokenPipeError:
         sys.exit(1)
-
-
-def fail(message: str) -> NoReturn:
-    """Print one line to stderr and leave with exit code 2."""
-    print(f"kvalloc: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
 
 
 def _version(wanted: bool) -> None:
@@ -140,8 +133,8 @@ def replay(
         typer.Option(
             "--policy",
             help="reserve: a request gets its whole need before it starts. The others start it when its "
-            "prompt fits and stop rows later, by swap (recompute where --host has no room), by recompute, or "
-            "(auto) as each is cheaper.",
+            "prompt fits and stop rows later, by swap (needs --host; recompute where that has no room), by "
+            "recompute, or (auto) as each is cheaper.",
         ),
     ] = Policy.reserve,
     reclaims: Annotated[
@@ -259,6 +252,11 @@ def replay(
         fail(f"--speed {speed:g}: a number above 0 is needed")
     traffic = choose(trace, tenants, tenants_file, seed, limit_requests, limit_seconds, rate, digest_model)
     device_bytes, host_bytes = size_of("--device", device or traffic.device), size_of("--host", host)
+    if policy is Policy.swap and not host_bytes:
+        fail(
+            "--policy swap: there is no host tier to swap to. Give --host SIZE, for example --host 16GiB, or "
+            "--policy recompute"
+        )
     spec, costs = spec_of(model, page_tokens, dtype), StepTime.parse(step_time)
     try:
         run = Replay(
@@ -503,38 +501,3 @@ def print_wrapped(items: list[str], console: Console) -> None:
             line = ""
         line = f"{line} {text}" if line else text
     console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def reclaim_of(text: str, tenants: set[str]) -> tuple[str, int, float]:
-    """Read ``TENANT=SIZE@SECONDS``."""
-    tenant, _, rest = text.partition("=")
-    size, _, at = rest.partition("@")
-    if tenant not in tenants:
-        fail(f"--reclaim {text}: no tenant {tenant!r}; there are {', '.join(sorted(tenants))}")
-    try:
-        seconds = float(at)
-    except ValueError:
-        seconds = -1.0
-    if not 0.0 <= seconds < float("inf"):
-        fail(f"--reclaim {text}: write TENANT=SIZE@SECONDS, for example {tenant}=2GiB@120")
-    return tenant, size_of("--reclaim", size), seconds
-
-
-def size_of(option: str, size: str) -> int:
-    """Return the bytes of a size option; a small number without a unit is taken for a slip."""
-    count = parse_bytes(size)
-    if 0 < count < LEAST and re.fullmatch(r"[\d_\s]+", size):
-        fail(f"{option} {size}: that is {count:,} bytes; did you mean {size.strip()}GiB?")
-    return count
-
-
-def spec_of(model: str, page_tokens: int, dtype: str) -> kvalloc.KVSpec:
-    """Return the geometry of a catalogue's model or of a config.json."""
-    path = Path(model)
-    if path.suffix == ".json" or path.is_file():
-        if not path.is_file():
-            fail(f"{model}: no such file")
-        config: Any = path
-    else:
-        config = catalogue.get(model)
-    return kvalloc.KVSpec.from_hf_config(config, page_tokens=page_tokens, dtype=dtype)

@@ -5,7 +5,8 @@ Nothing is carried out: the plan is a dry run on the books of a pool in the midd
 
 from __future__ import annotations
 
-from typing import Annotated
+from enum import StrEnum
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -17,10 +18,26 @@ from kvalloc.engine.tenants import assign
 from kvalloc.engine.workload import builtin_tenants, builtin_workload
 from kvalloc.sizes import format_bytes
 
+from .options import check_tenant, fail, size_of, spec_of
+
 __all__ = ["app", "print_plan"]
 
 MODEL = "Qwen2.5-7B"
+POOL = "pool"  # in place of a tenant: all of them
 SHOWN = 8  # moves and victims listed one by one
+
+
+class Live(StrEnum):
+    """What becomes of live sequences."""
+
+    preempt = "preempt"
+    freeze = "freeze"
+
+    @property
+    def how(self) -> Literal["preempt", "freeze"]:
+        """As `Pool.reclaim` takes it."""
+        return "freeze" if self is Live.freeze else "preempt"
+
 
 app = typer.Typer(
     name="plan",
@@ -41,11 +58,10 @@ At = Annotated[
     float, typer.Option("--at", metavar="S", min=0.0, help="After so many seconds of the built-in workload.")
 ]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Decides everything that is drawn.")]
-Live = Annotated[
-    str | None,
+How = Annotated[
+    Live | None,
     typer.Option(
         "--live",
-        metavar="HOW",
         help="preempt: some stop where cached pages are not enough. freeze (reclaim only): no new ones.",
         show_default="live sequences are not touched",
     ),
@@ -54,8 +70,8 @@ Live = Annotated[
 
 def _pool_at(device: str, seconds: float, seed: int) -> Replay:
     """Run the built-in workload for a while; its sequences are open then."""
-    spec = kvalloc.KVSpec.from_hf_config(kvalloc.models.get(MODEL), page_tokens=16, dtype="bfloat16")
-    run = Replay(spec, device, builtin_tenants(), host_bytes="16GiB", seed=seed)
+    spec = spec_of(MODEL, 16, "bfloat16")
+    run = Replay(spec, size_of("--device", device), builtin_tenants(), host_bytes="16GiB", seed=seed)
     for now in run.engine.run(assign(builtin_workload(seconds + 60.0, seed=seed), run.plans, seed)):
         if now >= seconds:
             break
@@ -64,25 +80,35 @@ def _pool_at(device: str, seconds: float, seed: int) -> Replay:
 
 @app.command()
 def reclaim(
-    tenant: Who, size: HowMuch, device: Device = "8GiB", at: At = 30.0, seed: Seed = 0, live: Live = None
+    tenant: Who, size: HowMuch, device: Device = "8GiB", at: At = 30.0, seed: Seed = 0, live: How = None
 ) -> None:
     """What comes back if so many bytes of a tenant are reclaimed."""
-    run = _pool_at(device, at, seed)
-    who = None if tenant == "pool" else tenant
-    rows = {"batch": run.engine.batch} if live == "preempt" else {}
-    plan = run.pool.reclaim(who, size, live=live, dry_run=True, **rows)  # type: ignore[arg-type]
+    check_tenant("plan reclaim", tenant, [*_names(), POOL])
+    count, run = size_of("plan reclaim", size), _pool_at(device, at, seed)
+    who = None if tenant == POOL else tenant
+    batch = run.engine.batch if live is Live.preempt else None
+    plan = run.pool.reclaim(who, count, live=live.how if live else None, dry_run=True, batch=batch)
     print_plan(plan, run.pool, Console())
 
 
 @app.command("top-up")
 def top_up(
-    tenant: Who, size: HowMuch, device: Device = "8GiB", at: At = 30.0, seed: Seed = 0, live: Live = None
+    tenant: Who, size: HowMuch, device: Device = "8GiB", at: At = 30.0, seed: Seed = 0, live: How = None
 ) -> None:
     """What it takes to give a tenant so many bytes of reserve more."""
-    run = _pool_at(device, at, seed)
-    rows = {"batch": run.engine.batch} if live == "preempt" else {}
-    plan = run.pool.top_up(tenant, size, live=live, dry_run=True, **rows)  # type: ignore[arg-type]
+    check_tenant("plan top-up", tenant, _names())
+    if live is Live.freeze:
+        fail("plan top-up --live freeze: a top-up stops sequences or leaves them alone; use --live preempt")
+    count, run = size_of("plan top-up", size), _pool_at(device, at, seed)
+    if live is None:
+        plan = run.pool.top_up(tenant, count, dry_run=True)
+    else:
+        plan = run.pool.top_up(tenant, count, live="preempt", dry_run=True, batch=run.engine.batch)
     print_plan(plan, run.pool, Console())
+
+
+def _names() -> list[str]:
+    return [plan.name for plan in builtin_tenants()]
 
 
 def print_plan(plan: kvalloc.Plan, pool: kvalloc.Pool, console: Console) -> None:

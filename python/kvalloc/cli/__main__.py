@@ -1,5 +1,0 @@
-"""``python -m kvalloc.cli`` is ``kvalloc``."""
-
-from . import main
-
-main()
