@@ -70,6 +70,7 @@ from kvalloc.spec import KVSpec
 if _TYPE_CHECKING:
     from kvalloc.store.cupy_store import CupyStore
     from kvalloc.store.numpy_store import NumpyStore
+    from kvalloc.store.step_data import StepData
     from kvalloc.store.torch_store import TorchStore
 
 __all__ = [
@@ -105,6 +106,7 @@ __all__ = [
     "StaleReference",
     "Stats",
     "Step",
+    "StepData",
     "Tenant",
     "TenantError",
     "TorchStore",
@@ -121,15 +123,16 @@ __all__ = [
 # The books of a pool belong to the process that made it; a child refuses to use its copy of them.
 _os.register_at_fork(after_in_child=_forked)
 
-# Imported when they are asked for: two of them need libraries that are optional.
-_STORES = {
+# Imported when they are asked for: not everybody needs tensors, and two of them need optional libraries.
+_ON_USE = {
     "CupyStore": "kvalloc.store.cupy_store",
     "NumpyStore": "kvalloc.store.numpy_store",
+    "StepData": "kvalloc.store.step_data",
     "TorchStore": "kvalloc.store.torch_store",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name in _STORES:
-        return getattr(_import_module(_STORES[name]), name)
+    if name in _ON_USE:
+        return getattr(_import_module(_ON_USE[name]), name)
     raise AttributeError(f"module 'kvalloc' has no attribute {name!r}")

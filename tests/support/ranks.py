@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvalloc
-from store_contract import HEADS, KV_HEADS, pool_of, spec_of
+from store_contract import HEADS, KV_HEADS, Moves, pool_of, spec_of
 
 STEPS = 4
 
@@ -79,3 +79,173 @@ def attend_in_part(rank, ranks, whole):
     others = [torch.empty_like(table) for _ in range(ranks)]
     torch.distributed.all_gather(others, table)
     return outputs, all(bool((t == table).all()) for t in others)
+
+
+# -- a group in which one rank keeps the books ---------------------------------------------------------------
+
+VOCABULARY = 97
+LAYERS = 4
+
+
+def group_spec():
+    """Pages of a full and a window group, and int8 ones that full pages are compressed to."""
+    return spec_of("full", "window", small_dtype="int8")
+
+
+class Link:
+    """What goes from the first rank to all of them, and back; a rank alone talks to nobody."""
+
+    def __init__(self, rank=0, ranks=1):
+        self.rank, self.ranks = rank, ranks
+
+    def send(self, *message):
+        if self.ranks > 1:
+            torch.distributed.broadcast_object_list([message], src=0)
+
+    def receive(self):
+        box = [None]
+        torch.distributed.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def all_said(self, done):
+        """Whether all ranks have done it."""
+        said = [done] * self.ranks
+        if self.ranks > 1:
+            torch.distributed.all_gather_object(said, done)
+        return all(said)
+
+    def side_by_side(self, mine):
+        """The heads of all ranks."""
+        parts = [torch.empty_like(mine) for _ in range(self.ranks)]
+        if self.ranks == 1:
+            return mine
+        torch.distributed.all_gather(parts, mine.contiguous())
+        return torch.cat(parts, 1)
+
+
+class Shard:
+    """A little model that makes up its next token by attention, with the KV heads of one rank."""
+
+    def __init__(self, pool, link, fails_at=None):
+        place = {"rank": link.rank, "ranks": link.ranks} if link.ranks > 1 else {}
+        self.store = kvalloc.TorchStore(pool, **place)
+        self.link, self.fails_at, self.plans = link, fails_at, 0
+        random = torch.Generator().manual_seed(1)
+        width = HEADS * 32
+
+        def weights(*shape):
+            return torch.randn(*shape, generator=random) / shape[-1] ** 0.5
+
+        self.embedding = torch.randn(VOCABULARY, width, generator=random)
+        self.out = weights(VOCABULARY, width)
+        sizes = [n * 32 for n in (HEADS, KV_HEADS, KV_HEADS)]
+        self.layers = [[weights(size, width) for size in sizes] for _ in range(LAYERS)]
+
+    def forward(self, step, ids):
+        """Return the next token of each row, int32, and its last hidden state."""
+        self.store.copy(step.copies)
+        hidden = self.embedding[torch.from_numpy(ids.astype(np.int64))]
+        for layer, weights in enumerate(self.layers):
+            whole = [(hidden @ w.T).unflatten(1, (-1, 32)) for w in weights]
+            q, k, v = (x.chunk(self.link.ranks, 1)[self.link.rank] for x in whole)
+            out = self.link.side_by_side(self.store.attend(layer, q, k, v, step))
+            hidden = torch.nn.functional.layer_norm(hidden + out.flatten(1), hidden.shape[1:])
+        last = hidden[torch.from_numpy(step.query_start_loc[1 : step.num_rows + 1].astype(np.int64)) - 1]
+        return (last @ self.out.T).argmax(1).numpy().astype(np.int32), last
+
+    def execute(self, plan):
+        """Copy this rank's shard; return whether all ranks have copied theirs."""
+        self.plans += 1
+        try:
+            if self.plans == self.fails_at:
+                self.store.execute(Moves(*plan.moves[: len(plan.moves) // 2].tolist()))
+                raise OSError("the link of this rank is down")
+            self.store.execute(plan)
+        except OSError:
+            return self.link.all_said(False)
+        return self.link.all_said(True)
+
+
+class Books:
+    """The rank that has pool, batch and plans."""
+
+    def __init__(self, link, fails_at=None):
+        self.pool = pool_of(group_spec(), "2MiB", host_bytes="1MiB")
+        self.link, self.shard = link, Shard(self.pool, link, fails_at)
+        self.pool.tenant("b", compress=True)
+        self.batch = self.pool.batch(32, 256)
+        self.tokens, self.hidden, self.ended = {}, [], []
+
+    def open(self, number, length):
+        seq = self.pool.open("b", np.arange(length) % VOCABULARY + number)
+        self.batch.add(seq)
+        self.tokens[seq] = []
+        return seq
+
+    def step(self, times=1):
+        for _ in range(times):
+            out = self.batch.step()
+            assert not out.refused
+            rows = self.batch.rows[: out.num_rows]
+            counts = np.diff(self.batch.query_start_loc[: len(rows) + 1])
+            known = [
+                seq.tokens[seq.num_slots - count : seq.num_slots]
+                for seq, count in zip(rows, counts, strict=True)
+            ]
+            ids, step = np.concatenate(known), kvalloc.StepData.of(self.batch)
+            self.link.send("step", step.to_bytes(), ids)
+            sampled, last = self.shard.forward(step, ids)
+            self.batch.commit(sampled)
+            self.hidden.append(last)
+            for seq, token in zip(rows, sampled.tolist(), strict=True):
+                self.tokens[seq].append(token)
+
+    def carry_out(self, plan):
+        self.link.send("plan", plan.to_bytes())
+        if self.shard.execute(plan):
+            plan.commit()
+        else:
+            plan.abort()
+        assert self.pool.audit()
+        self.ended.append((plan.kind, len(plan.moves), plan.state))
+
+    def serve(self):
+        """Decode while pages move to other frames, to the host and back, and into another class."""
+        brief = [self.open(n, 5) for n in range(24)]
+        first, second = self.open(10, 70), self.open(40, 40)
+        self.step(2)
+        for seq in brief[1:-1]:  # not a page is full: nothing of them stays cached
+            self.batch.remove(seq)
+            seq.close()
+        self.step(2)
+        self.carry_out(self.pool.rebalance(self.pool.free, page_class=2))
+        self.step(3)
+        plan = self.pool.suspend(second, mode="swap", batch=self.batch)
+        self.carry_out(plan)
+        self.step(3)
+        while second.state == "suspended":
+            self.carry_out(self.pool.resume(second))
+        self.batch.add(second)
+        self.step(2)
+        self.carry_out(self.pool.compress("b", "1MiB", batch=self.batch))
+        self.step(8)
+        self.link.send("end")
+        return [self.tokens[seq] for seq in (first, second, brief[-1])], self.hidden, self.ended
+
+
+def keep_books_or_follow(rank, ranks, failing_rank, fails_at):
+    """Rank 0 has the books; the others do as they are told, each with its own heads."""
+    link = Link(rank, ranks)
+    fails_at = fails_at if rank == failing_rank else None
+    if rank == 0:
+        return Books(link, fails_at).serve()
+    pool = pool_of(group_spec(), "2MiB", host_bytes="1MiB")  # for its sizes
+    shard = Shard(pool, link, fails_at)
+    states = []
+    while (message := link.receive())[0] != "end":
+        if message[0] == "step":
+            states.append(shard.forward(kvalloc.StepData.from_bytes(message[1]), message[2])[1])
+        else:
+            shard.execute(kvalloc.Plan.from_bytes(message[1]))
+    assert pool.held == 0
+    return states, shard.store.copies

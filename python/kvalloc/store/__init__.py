@@ -1,5 +1,6 @@
 """Tensors for a pool: numpy, torch, cupy. ``docs/stores.md`` explains them."""
 
 from kvalloc.store.base import BaseStore, KVView, Store
+from kvalloc.store.step_data import StepData
 
-__all__ = ["BaseStore", "KVView", "Store"]
+__all__ = ["BaseStore", "KVView", "StepData", "Store"]

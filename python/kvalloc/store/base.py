@@ -36,6 +36,7 @@ from kvalloc.spec import KVSpec
 from kvalloc.store.geometry import ClassGeometry, Plane, class_geometry
 from kvalloc.store.memory import available_bytes
 from kvalloc.store.moves import DEVICE, HOST, Moves, read_moves, runs
+from kvalloc.store.step_data import Shown, StepData
 from kvalloc.store.steps import Rows, read_step
 from kvalloc.store.streams import Inline, Order
 
@@ -89,7 +90,7 @@ class Store(Protocol):
     def page_bytes_view(self, cls: int) -> Any:
         """Bytes of all pages of a class, no copy."""
 
-    def write(self, layer: int, k: Any, v: Any, batch: Batch) -> None:
+    def write(self, layer: int, k: Any, v: Any, batch: Shown) -> None:
         """Put the K and V of a step's tokens into their pages."""
 
     def attend(
@@ -98,7 +99,7 @@ class Store(Protocol):
         q: Any,
         k: Any,
         v: Any,
-        batch: Batch,
+        batch: Shown,
         *,
         scale: float | None = None,
         soft_cap: float | None = None,
@@ -143,7 +144,9 @@ class BaseStore(ABC, Generic[A]):
         This store holds the KV heads ``rank * n`` to ``(rank + 1) * n - 1`` of each group, where n is the
         spec's ``kv_heads / ranks``: the spec is that of all ranks together, and so are the books' bytes. With
         a spec that is one rank's already (``KVSpec.from_hf_config(config, tp=...)``) leave them at 0 and 1.
-        Frame numbers are the same on all ranks.
+        Frame numbers are the same on all ranks. A rank that does not keep the books makes a pool of the same
+        spec and sizes, which says how large the arenas are, and leaves its books alone: it is told each step
+        (`StepData`) and each plan (`Plan.from_bytes`) as bytes.
     order : Order, optional
         The streams that compute and copy. Default: those of the library.
 
@@ -190,7 +193,7 @@ class BaseStore(ABC, Generic[A]):
             self._arena = arena
             _open[id(pool), rank] = self
         self._views: dict[tuple[int, int, int], KVView[A]] = {}
-        self._step: dict[int, tuple[int, Rows]] = {}
+        self._step: dict[int, tuple[object, Rows]] = {}  # by layer group: of which step, and what it asks
 
     @classmethod
     def of(cls, pool: Pool, rank: int = 0) -> Self | None:
@@ -597,13 +600,21 @@ class BaseStore(ABC, Generic[A]):
 
     # -- checks ----------------------------------------------------------------------------------------------
 
-    def _rows(self, batch: Batch, group: int) -> Rows:
+    def _rows(self, batch: Shown, group: int) -> Rows:
         """What the batch's newest step asks of a group; worked out once a step."""
-        if not isinstance(batch, Batch):
-            raise InvalidArgument(f"batch must be a kvalloc.Batch, not {batch!r}")
-        if batch.pool is not self.pool:
-            raise WrongPool("the batch belongs to another pool than the store")
-        step = batch.step_id
+        if isinstance(batch, StepData):
+            if len(batch.block_tables) != len(self.spec.groups):
+                raise InvalidArgument(
+                    f"the step is of {len(batch.block_tables)} layer groups, and the store's spec has "
+                    f"{len(self.spec.groups)}: the rank that sent it has another spec"
+                )
+            step: object = batch
+        elif isinstance(batch, Batch):
+            if batch.pool is not self.pool:
+                raise WrongPool("the batch belongs to another pool than the store")
+            step = batch.step_id
+        else:
+            raise InvalidArgument(f"batch must be a kvalloc.Batch, or a StepData, not {batch!r}")
         known = self._step.get(group)
         if known is not None and known[0] == step:
             return known[1]

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvalloc._core import Batch, Pool
+from kvalloc._core import Pool
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels import cuda
 from kvalloc.kernels.cuda.backend import Backend, default_backend
@@ -16,6 +16,7 @@ from kvalloc.store.base import BaseStore, KVView, out_of_memory
 from kvalloc.store.locked import lock, unlock
 from kvalloc.store.memory import host_memory
 from kvalloc.store.numpy_store import DTYPES, convert
+from kvalloc.store.step_data import Shown
 from kvalloc.store.steps import Rows
 from kvalloc.store.streams import Order
 
@@ -140,7 +141,7 @@ class CupyStore(BaseStore[Array]):
                 f"{name} has dtype {array.dtype}; it must be float32, float16, or uint16 for bfloat16's bits"
             )
 
-    def _on_device(self, group: int, batch: Batch) -> dict[str, Any]:
+    def _on_device(self, group: int, batch: Shown) -> dict[str, Any]:
         """What the kernels read of a step, uploaded once for all layers of a group."""
         rows = self._rows(batch, group)
         known = self._uploaded.get(group)
@@ -163,7 +164,7 @@ class CupyStore(BaseStore[Array]):
             self._uploaded[group] = known
         return known[1]
 
-    def write(self, layer: int, k: Array | None, v: Array | None, batch: Batch) -> None:
+    def write(self, layer: int, k: Array | None, v: Array | None, batch: Shown) -> None:
         """Put the K and V of a step's tokens into their pages.
 
         Parameters
@@ -172,7 +173,7 @@ class CupyStore(BaseStore[Array]):
             Of the model.
         k, v : array [tokens, kv_heads, dim]
             Of this rank's heads, float32, float16 or bfloat16's bits; v is None for a latent.
-        batch : Batch
+        batch : Batch or StepData
             After its step.
 
         Raises
@@ -196,7 +197,7 @@ class CupyStore(BaseStore[Array]):
         q: Array,
         k: Array | None,
         v: Array | None,
-        batch: Batch,
+        batch: Shown,
         *,
         scale: float | None = None,
         soft_cap: float | None = None,
@@ -213,7 +214,7 @@ class CupyStore(BaseStore[Array]):
             Heads of one KV head side by side; float32, float16 or bfloat16's bits.
         k, v : array [tokens, kv_heads, dim] or None
             v is None for a latent. Both None: nothing is written, for a layer that shares another one's KV.
-        batch : Batch
+        batch : Batch or StepData
             After its step. Rows with one token and rows with many may be mixed.
         scale : float, optional
             Factor of the scores. Default: ``k_dim ** -0.5``.

@@ -9,10 +9,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvalloc._core import Batch
 from kvalloc.errors import InvalidArgument
 from kvalloc.store.base import BaseStore, KVView
 from kvalloc.store.memory import available_bytes, host_memory
+from kvalloc.store.step_data import Shown
 from kvalloc.store.steps import Rows, first_positions
 
 __all__ = ["NumpyStore", "convert", "decode", "encode"]
@@ -184,7 +184,7 @@ class NumpyStore(BaseStore[Array]):
         if array.dtype.kind != "f":
             raise InvalidArgument(f"{name} has dtype {array.dtype}; it must be a floating-point one")
 
-    def write(self, layer: int, k: Array | None, v: Array | None, batch: Batch) -> None:
+    def write(self, layer: int, k: Array | None, v: Array | None, batch: Shown) -> None:
         """Put the K and V of a step's tokens into their pages.
 
         Parameters
@@ -193,7 +193,7 @@ class NumpyStore(BaseStore[Array]):
             Of the model.
         k, v : float array [tokens, kv_heads, dim]
             Of this rank's heads; v is None for a latent.
-        batch : Batch
+        batch : Batch or StepData
             After its step.
 
         Raises
@@ -221,7 +221,7 @@ class NumpyStore(BaseStore[Array]):
         q: Array,
         k: Array | None,
         v: Array | None,
-        batch: Batch,
+        batch: Shown,
         *,
         scale: float | None = None,
         soft_cap: float | None = None,
@@ -238,7 +238,7 @@ class NumpyStore(BaseStore[Array]):
             Heads of one KV head side by side.
         k, v : float array [tokens, kv_heads, dim] or None
             v is None for a latent. Both None: nothing is written, for a layer that shares another one's KV.
-        batch : Batch
+        batch : Batch or StepData
             After its step. Rows with one token and rows with many may be mixed.
         scale : float, optional
             Factor of the scores. Default: ``k_dim ** -0.5``.

@@ -14,9 +14,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvalloc._core import Batch
 from kvalloc.errors import InvalidArgument
 from kvalloc.store.geometry import ClassGeometry
+from kvalloc.store.step_data import Shown
 
 __all__ = ["Rows", "Together", "group_rows", "read_step"]
 
@@ -115,13 +115,13 @@ def first_positions(kind: str, window: int | None, positions: Int64s) -> Int64s:
 
 
 def read_step(
-    batch: Batch, group: int, page: ClassGeometry, small: ClassGeometry | None, page_tokens: int
+    batch: Shown, group: int, page: ClassGeometry, small: ClassGeometry | None, page_tokens: int
 ) -> Rows:
     """Read the arrays of a batch for a layer group, and check them.
 
     Parameters
     ----------
-    batch : Batch
+    batch : Batch or StepData
         After its step.
     group : int
         The layer group.

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvalloc._core import Batch, Pool
+from kvalloc._core import Pool
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels import torch_cpu
 from kvalloc.store.base import BaseStore, KVView, out_of_memory
 from kvalloc.store.locked import lock, unlock
 from kvalloc.store.memory import available_bytes, host_memory
+from kvalloc.store.step_data import Shown
 from kvalloc.store.steps import Rows
 from kvalloc.store.streams import Order
 
@@ -136,7 +137,7 @@ class TorchStore(BaseStore[torch.Tensor]):
 
     # -- the step --------------------------------------------------------------------------------------------
 
-    def _plan(self, group: int, batch: Batch) -> Any:
+    def _plan(self, group: int, batch: Shown) -> Any:
         rows = self._rows(batch, group)
         known = self._plans.get(group)
         if known is None or known[0] is not rows:
@@ -165,7 +166,7 @@ class TorchStore(BaseStore[torch.Tensor]):
             raise InvalidArgument(f"{name} lies on {array.device}, the store on {self._device}")
 
     @torch.no_grad()
-    def write(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None, batch: Batch) -> None:
+    def write(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None, batch: Shown) -> None:
         """Put the K and V of a step's tokens into their pages.
 
         Parameters
@@ -174,7 +175,7 @@ class TorchStore(BaseStore[torch.Tensor]):
             Of the model.
         k, v : torch.Tensor [tokens, kv_heads, dim]
             Of this rank's heads, in any floating-point dtype; v is None for a latent.
-        batch : Batch
+        batch : Batch or StepData
             After its step.
 
         Raises
@@ -196,7 +197,7 @@ class TorchStore(BaseStore[torch.Tensor]):
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        batch: Batch,
+        batch: Shown,
         *,
         scale: float | None = None,
         soft_cap: float | None = None,
@@ -213,7 +214,7 @@ class TorchStore(BaseStore[torch.Tensor]):
             Heads of one KV head side by side.
         k, v : torch.Tensor [tokens, kv_heads, dim] or None
             v is None for a latent. Both None: nothing is written, for a layer that shares another one's KV.
-        batch : Batch
+        batch : Batch or StepData
             After its step. Rows with one token and rows with many may be mixed.
         scale : float, optional
             Factor of the scores. Default: ``k_dim ** -0.5``.
