@@ -145,6 +145,29 @@ def test_masks(cache, model_of):
         cache.begin(ids[0])
 
 
+@pytest.mark.parametrize("padded", [20, 17])
+@pytest.mark.parametrize("columns", [5, 15, 20, 23])
+def test_a_prompt_that_does_not_go_on_says_what_to_do(cache, model_of, columns, padded):
+    """Without `reset` transformers cuts as much off a shorter prompt as the cache holds, or all of it."""
+    llama = model_of("llama")
+    ids, mask = prompts(20, padded)
+    answer = generated(llama, ids, mask, cache, max_new_tokens=4)
+    assert cache.get_seq_length() == 23
+    other, full = prompts(columns, columns)
+    told = "behind the 23 columns that the cache holds" if padded == 20 else "the cache was given 3"
+    with pytest.raises(kvalloc.InvalidArgument, match=rf"{told}.*Call cache.reset\(\) before"):
+        generated(llama, other, full, cache, max_new_tokens=2)
+    # The cache is as it was: what goes on does.
+    assert cache.get_seq_length() == 23
+    longer = torch.cat([answer, answer[:, :2]], 1)
+    mask = torch.cat([mask, torch.ones(2, 6, dtype=mask.dtype)], 1)
+    want = generated(llama, longer, mask, max_new_tokens=3)
+    assert torch.equal(generated(llama, longer, mask, cache, max_new_tokens=3), want)
+    cache.reset()
+    want = generated(llama, other, full, max_new_tokens=3)
+    assert torch.equal(generated(llama, other, full, cache, max_new_tokens=3), want)
+
+
 def test_forwards_that_pass_the_cache_by(cache, model_of):
     llama = model_of("llama")
     ids, mask = prompts(20)

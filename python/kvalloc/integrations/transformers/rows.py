@@ -26,6 +26,7 @@ from kvalloc.store.steps import first_positions
 __all__ = ["Flight", "Rows"]
 
 _MOST_STEPS: Final = 8  # that wait for their commit
+_ANEW: Final = "Call cache.reset() before a prompt that begins anew (cache.generate does)"
 
 
 @dataclass(slots=True)
@@ -210,6 +211,7 @@ class Rows:
             end = self.columns + inputs.columns
             known += [0] * (len(self.rows) - len(known))
             self._place(inputs, end, identity)
+            self._check_goes_on(inputs)
             self._give_up_hits(inputs, end, identity)
             self._tell(inputs, end)
             left_out = self._left_out(inputs)
@@ -231,12 +233,24 @@ class Rows:
             )
         self.select(np.repeat(np.arange(len(self.rows)), rows // len(self.rows)))
 
+    def _check_goes_on(self, inputs: Inputs) -> None:
+        """Refuse a prompt no longer than what is here: `generate` has cut off as much of it, or all."""
+        behind = not inputs.columns
+        if inputs.positions is not None and not behind and self.columns:
+            held = np.array([self.columns - row.padding for row in self.rows])
+            behind = bool((inputs.positions[:, -1] < held).any())
+        if behind:
+            raise InvalidArgument(
+                f"this forward lies behind the {self.columns} columns that the cache holds: like any cache "
+                f"it goes on from there: give the whole text so far and more. {_ANEW}"
+            )
+
     def _place(self, inputs: Inputs, end: int, identity: Identity) -> None:
         """Find each row's padding, and open what begins here."""
         if inputs.mask is not None and inputs.mask.shape != (inputs.rows, end):
             raise InvalidArgument(
                 f"attention_mask has shape {inputs.mask.shape}; with {self.columns} columns in the cache it "
-                f"must be {(inputs.rows, end)}"
+                f"must be {(inputs.rows, end)}. {_ANEW}"
             )
         for n, (row, pad) in enumerate(
             zip(self.rows, padding_of(inputs.mask, inputs.rows, end), strict=True)
@@ -245,7 +259,7 @@ class Rows:
                 if pad != min(row.padding, end):
                     raise InvalidArgument(
                         f"row {n}: attention_mask has {pad} columns of padding, and the cache was given "
-                        f"{row.padding}"
+                        f"{row.padding}. {_ANEW}"
                     )
                 continue
             if pad < self.columns:
