@@ -449,6 +449,8 @@ def test_what_an_archive_refuses(tmp_path):
     side, other = (Side(SPECS["page-major"], connector) for _ in range(2))
     with pytest.raises(kvalloc.InvalidArgument, match="weights"):
         Archive(side.store, connector, weights="")
+    for part in (repr(side.archive.weights), repr(side.store), repr(connector)):
+        assert part in repr(side.archive)
     loose = side.pool.open("acme", range(40))
     with pytest.raises(kvalloc.InvalidArgument, match="no row"):
         side.archive.load(side.batch, loose)

@@ -97,6 +97,9 @@ class Archive:
         )
         self._geometry = f"{groups} page {spec.page_tokens} rank {store.rank} of {store.ranks}"
 
+    def __repr__(self) -> str:
+        return f"<Archive of {self.weights!r} from {self.store!r} to {self.connector!r}>"
+
     def save(
         self,
         sequence: Sequence,

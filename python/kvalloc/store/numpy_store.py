@@ -1,7 +1,7 @@
 """The store over numpy: the plainest one, for tests and for people who read the code.
 
-Every row and every head is attended for itself, in float32. numpy has no bfloat16 and no fp8, so pages of
-these hold bits, and `encode` and `decode` turn them into numbers.
+Every row and every head is attended for itself, in float32, or in float64 if the queries are. numpy has no
+bfloat16 and no fp8, so pages of these hold bits, and `encode` and `decode` turn them into numbers.
 """
 
 from typing import Any, Final
@@ -181,8 +181,8 @@ class NumpyStore(BaseStore[Array]):
     def _check_kind(self, name: str, array: Any) -> None:
         if not isinstance(array, np.ndarray):
             raise InvalidArgument(f"{name} must be a numpy array, not {type(array).__name__}")
-        if array.dtype.kind != "f":
-            raise InvalidArgument(f"{name} has dtype {array.dtype}; it must be a floating-point one")
+        if array.dtype not in (np.float32, np.float16, np.float64):
+            raise InvalidArgument(f"{name} has dtype {array.dtype}; it must be float32, float16 or float64")
 
     def write(self, layer: int, k: Array | None, v: Array | None, batch: Shown) -> None:
         """Put the K and V of a step's tokens into their pages.
@@ -274,6 +274,7 @@ class NumpyStore(BaseStore[Array]):
         if k is not None or v is not None:
             self.write(layer, k, v, batch)
         out = np.empty((rows.num_tokens, shape.heads, shape.v_dim), q.dtype)
+        wide = np.promote_types(q.dtype, np.float32)
         per_head = shape.heads // geometry.kv_heads
         for row in range(len(rows.rows)):
             keys, values = self._read(layer, rows, row, shape.v_dim)
@@ -283,13 +284,13 @@ class NumpyStore(BaseStore[Array]):
             start = first_positions(geometry.kind, geometry.window, position)
             seen = (place <= position[:, None]) & (place >= start[:, None])
             for head in range(shape.heads):
-                query = q[first : first + count, head].astype(np.float32)
-                scores = query @ keys[:, head // per_head].T * np.float32(factor)
+                query = q[first : first + count, head].astype(wide)
+                scores = query @ keys[:, head // per_head].T * wide.type(factor)
                 if cap is not None:
                     scores = np.tanh(scores / cap) * cap
                 scores = np.where(seen, scores, -np.inf)
                 top = scores.max(-1, keepdims=True)
-                sink = None if sinks is None else np.float32(sinks[head])
+                sink = None if sinks is None else wide.type(sinks[head])
                 if sink is not None:
                     top = np.maximum(top, sink)
                 weights = np.exp(scores - top)
