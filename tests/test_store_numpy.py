@@ -35,7 +35,5 @@ def test_queries_in_float64_are_attended_in_float64():
             assert got.dtype == np.float64
             want = plain(q, k, v, store.spec.groups[0], range(21), **how)
             np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
-        with pytest.raises(
-            kvalloc.InvalidArgument, match="it must be float32, float16 or float64"
-        ):
+        with pytest.raises(kvalloc.InvalidArgument, match="it must be float32, float16 or float64"):
             store.attend(0, q.astype(np.longdouble), k, v, batch)

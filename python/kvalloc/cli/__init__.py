@@ -1,4 +1,4 @@
-"""The command line: ``kvalloc replay``, ``kvalloc models``, ``kvalloc size``."""
+"""The command line: ``kvalloc replay``, ``demo``, ``plan``, ``models`` and ``size``."""
 
 from .app import main
 

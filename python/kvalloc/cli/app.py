@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
@@ -23,7 +22,7 @@ from kvalloc.engine.tenants import TenantsError
 from kvalloc.sizes import format_bytes, spell_bytes
 
 from . import plan as _plan
-from .options import fail, reclaim_of, size_of, spec_of
+from .options import DEFAULT_MODEL, fail, reclaim_of, size_of, spec_of
 from .summary import print_summary
 from .traffic import Traffic, choose
 
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-DEFAULT_MODEL = "Qwen2.5-7B"
 INTERRUPTED = 130
 SHORT = 10.0  # seconds of real time: too short to see much in the live view
 EVERY = 0.1  # seconds between two pictures of it
@@ -71,12 +69,8 @@ def main() -> None:
     """Run the command line; errors of the user's making are one line and exit code 2."""
     try:
         app()
-    except KeyboardInterrupt:  # before a replay has begun, or the second one
-        sys.exit(INTERRUPTED)
     except (kvalloc.KvallocError, ValueError, OSError) as error:
         fail(str(error))
-    except BrokenPipeError:
-        sys.exit(1)
 
 
 def _version(wanted: bool) -> None:

@@ -116,6 +116,7 @@ class LiveView:
             "\n",
             f"hit rate {hit / prompt if prompt else 0:.1%}, {len(engine.rows)} running, ",
             f"{engine.waiting} waiting, ",
+            f"{len(engine.pressure)} stopped, " if engine.pressure else "",
             f"{engine.steps:,} steps, {run.busy_ns / 1e3 / max(1, engine.steps):.0f} us a step",
             no_wrap=True,
             overflow="ellipsis",

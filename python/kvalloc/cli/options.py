@@ -14,8 +14,9 @@ from kvalloc.sizes import parse_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["check_tenant", "fail", "reclaim_of", "size_of", "spec_of"]
+__all__ = ["DEFAULT_MODEL", "check_tenant", "fail", "reclaim_of", "size_of", "spec_of"]
 
+DEFAULT_MODEL = "Qwen2.5-7B"
 LEAST = 1 << 20  # a number without a unit below this is more likely meant as GiB
 
 

@@ -18,11 +18,10 @@ from kvalloc.engine.tenants import assign
 from kvalloc.engine.workload import builtin_tenants, builtin_workload
 from kvalloc.sizes import format_bytes
 
-from .options import check_tenant, fail, size_of, spec_of
+from .options import DEFAULT_MODEL, check_tenant, fail, size_of, spec_of
 
 __all__ = ["app", "print_plan"]
 
-MODEL = "Qwen2.5-7B"
 POOL = "pool"  # in place of a tenant: all of them
 SHOWN = 8  # moves and victims listed one by one
 
@@ -70,7 +69,7 @@ How = Annotated[
 
 def _pool_at(device: str, seconds: float, seed: int) -> Replay:
     """Run the built-in workload for a while; its sequences are open then."""
-    spec = spec_of(MODEL, 16, "bfloat16")
+    spec = spec_of(DEFAULT_MODEL, 16, "bfloat16")
     run = Replay(spec, size_of("--device", device), builtin_tenants(), host_bytes="16GiB", seed=seed)
     for now in run.engine.run(assign(builtin_workload(seconds + 60.0, seed=seed), run.plans, seed)):
         if now >= seconds:

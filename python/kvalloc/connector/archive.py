@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvalloc import Batch, Sequence, Tenant
-    from kvalloc.store.base import Store
+    from kvalloc.store.protocol import Store
 
     from .base import Connector
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .request import Request, Text
-from .traces import TraceError, _Reader, _table
+from .traces import Reader, TraceError, read_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,9 +88,9 @@ def read_digest(path: str | Path, model: str | None = None) -> list[Client]:
     TraceError
         A broken line, or a model that is not there.
     """
-    reader = _Reader(Path(path))
+    reader = Reader(Path(path))
     found: dict[str, dict[int, list[Window]]] = defaultdict(lambda: defaultdict(list))
-    for row in _table(reader.path, reader, _COLUMNS):
+    for row in read_table(reader.path, reader, _COLUMNS):
         number = reader.whole(row["client"], "client")
         values = {name: reader.seconds(row[name], name) for name in _COLUMNS[2:]}
         if not (values["mean_rps"] >= 0 and values["arrival_cv"] > 0):

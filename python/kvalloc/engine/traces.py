@@ -44,7 +44,7 @@ MOONCAKE_BLOCK = 512
 BAILIAN_BLOCK = 16
 _LONGEST = 1 << 26  # tokens; a longer prompt is a broken line
 _REPLIES = 1 << 30  # texts from here on are replies, and prompts that nothing is known of
-_LONGEST = 1 << 26  # characters of a line
+_LINE = 1 << 26  # characters of the longest line
 _FRACTION = re.compile(r"^(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|\+00:00)?$")
 
 
@@ -65,7 +65,7 @@ class TraceError(ValueError):
 
 
 @dataclass
-class _Reader:
+class Reader:
     """Where one is in the file, and the checks that all formats share."""
 
     path: Path
@@ -75,9 +75,11 @@ class _Reader:
     last: float = 0.0
 
     def fail(self, what: str) -> TraceError:
+        """Return the error that names this line."""
         return TraceError(self.path, self.line, what)
 
     def whole(self, value: Any, name: str, least: int = 0, most: int = _LONGEST) -> int:
+        """Return a field as a whole number within bounds."""
         if isinstance(value, str):
             try:
                 value = int(value)
@@ -93,6 +95,7 @@ class _Reader:
         return int(value)
 
     def seconds(self, value: Any, name: str) -> float:
+        """Return a field as a number."""
         try:
             number = float(value)
         except (TypeError, ValueError):
@@ -115,6 +118,7 @@ class _Reader:
     def request(
         self, time: float, prompt: Blocks | Text | None, length: int, reply: int, key: int
     ) -> Request:
+        """Return the next request; without a prompt, one that shares nothing."""
         own = _REPLIES + self.number
         self.number += 1
         return Request(
@@ -127,7 +131,8 @@ class _Reader:
         )
 
 
-def _lines(path: Path, reader: _Reader) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, reader: Reader) -> Iterator[dict[str, Any]]:
+    """Read a file of JSON objects, one a line."""
     with _open(path) as file:
         for reader.line, text in enumerate(_short(file, path), 1):
             if not text.strip():
@@ -141,7 +146,8 @@ def _lines(path: Path, reader: _Reader) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _table(path: Path, reader: _Reader, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
+def read_table(path: Path, reader: Reader, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
+    """Read a CSV file that has at least these columns."""
     with _open(path) as file:
         reader.line = 1
         lines = _short(file, path)
@@ -170,10 +176,10 @@ def _table(path: Path, reader: _Reader, columns: tuple[str, ...]) -> Iterator[di
 def _short(file: TextIO, path: str | Path) -> Iterator[str]:
     """Give the lines one after another; something without line ends, such as a device, is no trace."""
     number = 0
-    while line := file.readline(_LONGEST):
+    while line := file.readline(_LINE):
         number += 1
-        if len(line) == _LONGEST:
-            raise TraceError(path, number, f"longer than {_LONGEST} characters: this is no trace")
+        if len(line) == _LINE:
+            raise TraceError(path, number, f"longer than {_LINE} characters: this is no trace")
         yield line
 
 
@@ -186,7 +192,7 @@ def _open(path: Path) -> TextIO:
         raise TraceError(path, 0, error.strerror or str(error)) from None
 
 
-def _ids(reader: _Reader, row: dict[str, Any], block: int, length: int) -> tuple[int, ...]:
+def _ids(reader: Reader, row: dict[str, Any], block: int, length: int) -> tuple[int, ...]:
     ids = row.get("hash_ids")
     if not isinstance(ids, list):
         raise reader.fail("hash_ids is not a list")
@@ -200,7 +206,7 @@ def _ids(reader: _Reader, row: dict[str, Any], block: int, length: int) -> tuple
     return tuple(ids)
 
 
-def _need(reader: _Reader, row: dict[str, Any], name: str) -> Any:
+def _need(reader: Reader, row: dict[str, Any], name: str) -> Any:
     if name not in row:
         raise reader.fail(f"{name} is missing; the line has {', '.join(map(str, row)) or 'nothing'}")
     return row[name]
@@ -212,8 +218,8 @@ def read_mooncake(path: str | Path) -> Iterator[Request]:
     A block's id becomes its 512 tokens; the last block of a prompt, if partial, gets the first ones of its
     id.
     """
-    reader = _Reader(Path(path))
-    for row in _lines(reader.path, reader):
+    reader = Reader(Path(path))
+    for row in read_lines(reader.path, reader):
         time = reader.seconds(_need(reader, row, "timestamp"), "timestamp") / 1e3
         length = reader.whole(_need(reader, row, "input_length"), "input_length", 1)
         reply = reader.whole(_need(reader, row, "output_length"), "output_length")
@@ -228,9 +234,9 @@ def read_bailian(path: str | Path) -> Iterator[Request]:
     Keys: chat_id, parent_chat_id (-1: none), timestamp (s), input_length, output_length, hash_ids of 16
     tokens.
     """
-    reader = _Reader(Path(path))
+    reader = Reader(Path(path))
     roots: dict[int, int] = {}
-    for row in _lines(reader.path, reader):
+    for row in read_lines(reader.path, reader):
         time = reader.seconds(_need(reader, row, "timestamp"), "timestamp")
         length = reader.whole(_need(reader, row, "input_length"), "input_length", 1)
         reply = reader.whole(_need(reader, row, "output_length"), "output_length")
@@ -246,8 +252,8 @@ def read_azure(path: str | Path) -> Iterator[Request]:
 
     No two prompts share anything.
     """
-    reader, epoch = _Reader(Path(path)), None
-    for row in _table(reader.path, reader, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
+    reader, epoch = Reader(Path(path)), None
+    for row in read_table(reader.path, reader, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
         match = _FRACTION.match(row["TIMESTAMP"].strip())
         if match is None:
             raise reader.fail(f"TIMESTAMP {row['TIMESTAMP']!r} is not like 2023-11-16 18:15:46.6805900")
@@ -269,8 +275,8 @@ def read_burstgpt(path: str | Path) -> Iterator[Request]:
 
     Failed requests, which have no tokens, are left out.
     """
-    reader = _Reader(Path(path))
-    for row in _table(reader.path, reader, ("Timestamp", "Request tokens", "Response tokens")):
+    reader = Reader(Path(path))
+    for row in read_table(reader.path, reader, ("Timestamp", "Request tokens", "Response tokens")):
         time = reader.seconds(row["Timestamp"], "Timestamp")
         length = reader.whole(row["Request tokens"], "Request tokens")
         reply = reader.whole(row["Response tokens"], "Response tokens")

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
-from kvalloc.store.base import KVView
+from kvalloc.store.protocol import KVView
 from kvalloc.store.steps import Rows, Together, first_positions, group_rows
 
 __all__ = ["Plan", "Staging", "View", "attend", "convert", "plan", "write"]

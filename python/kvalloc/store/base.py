@@ -1,4 +1,4 @@
-"""What all stores share: the protocol, the checks, and one store per pool and rank.
+"""What all stores share: plans, checks, and one store per pool and rank.
 
 A store is the tensor behind a pool's page numbers. The books say *which* frame a page lies in; the store
 says where that frame's bytes are, writes K and V into them, and attends over them. A new kind of store
@@ -9,20 +9,15 @@ import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import (
     Any,
     Final,
     Generic,
-    NamedTuple,
-    Protocol,
     Self,
     SupportsFloat,
     TypeVar,
-    runtime_checkable,
 )
 
 import numpy as np
@@ -32,96 +27,20 @@ from kvalloc._core import Batch, Plan, Pool
 from kvalloc.errors import ClosedError, InUse, InvalidArgument, OutOfMemory, WrongPool
 from kvalloc.layers import LayerGroup
 from kvalloc.sizes import format_bytes
-from kvalloc.spec import KVSpec
 from kvalloc.store.geometry import ClassGeometry, Plane, class_geometry
 from kvalloc.store.memory import available_bytes
-from kvalloc.store.moves import DEVICE, HOST, Moves, read_moves, runs
+from kvalloc.store.moves import DEVICE, HOST, Moves, read_copies, read_moves, runs
+from kvalloc.store.protocol import KVView
 from kvalloc.store.step_data import Shown, StepData
 from kvalloc.store.steps import Rows, read_step
 from kvalloc.store.streams import Inline, Order
 
-__all__ = ["BaseStore", "KVView", "Store"]
+__all__ = ["BaseStore"]
 
 A = TypeVar("A")
 
 _open: Final[weakref.WeakValueDictionary[tuple[int, int], "BaseStore[Any]"]] = weakref.WeakValueDictionary()
 _opening: Final = threading.Lock()
-
-
-class KVView(NamedTuple, Generic[A]):
-    """The tensors of one layer, as strided views of the store's arena.
-
-    Attributes
-    ----------
-    k : array [frames, page_tokens, kv_heads, k_dim]
-        K; of a latent (MLA) the latent.
-    v : array [frames, page_tokens, kv_heads, v_dim] or None
-        V; None for a latent, whose first values are V.
-    k_scale, v_scale : array float16 [frames, page_tokens, kv_heads] or None
-        Scales, for int8.
-    """
-
-    k: A
-    v: A | None
-    k_scale: A | None
-    v_scale: A | None
-
-
-@runtime_checkable
-class Store(Protocol):
-    """What every store does. Arrays are those of its library: numpy, torch, cupy."""
-
-    pool: Pool
-    spec: KVSpec
-    rank: int
-    ranks: int
-
-    @property
-    def closed(self) -> bool:
-        """Whether the store, or its pool, was closed."""
-
-    @property
-    def device(self) -> Any:
-        """Where the arena lies."""
-
-    def views(self, layer: int, *, small: bool = False) -> KVView[Any]:
-        """K and V of a layer, no copy."""
-
-    def page_bytes_view(self, cls: int) -> Any:
-        """Bytes of all pages of a class, no copy."""
-
-    def write(self, layer: int, k: Any, v: Any, batch: Shown) -> None:
-        """Put the K and V of a step's tokens into their pages."""
-
-    def attend(
-        self,
-        layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
-        batch: Shown,
-        *,
-        scale: float | None = None,
-        soft_cap: float | None = None,
-        sinks: Any = None,
-        v_dim: int | None = None,
-    ) -> Any:
-        """Write K and V, and attend over each row's pages."""
-
-    def copy(self, copies: NDArray[np.int32]) -> None:
-        """Copy pages: `Step.copies`."""
-
-    def execute(self, plan: Any) -> None:
-        """Carry out the moves of a plan."""
-
-    def read_pages(self, cls: int, frames: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """Copy pages to ordinary memory."""
-
-    def write_pages(self, cls: int, frames: NDArray[np.int32], content: NDArray[np.uint8]) -> None:
-        """Copy pages from ordinary memory."""
-
-    def close(self) -> None:
-        """Give the memory back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,7 +455,8 @@ class BaseStore(ABC, Generic[A]):
         ------
         InvalidArgument, ClosedError
         """
-        for group, sources, destinations in list(self._checked_copies(copies)):
+        self._live()
+        for group, sources, destinations in read_copies(copies, self.classes[: len(self.spec.groups)]):
             for part in self.page_parts(group):
                 self._order.compute(partial(self._copy_frames, part, sources, destinations))
 
@@ -668,6 +588,15 @@ class BaseStore(ABC, Generic[A]):
             )
         return Shape(num_tokens, shape[1], v_dim or own)
 
+    def _check_sinks(self, sinks: Any, heads: int) -> None:
+        if sinks is None:
+            return
+        self._check_kind("sinks", sinks)
+        if tuple(sinks.shape) != (heads,):
+            raise InvalidArgument(
+                f"sinks has shape {tuple(sinks.shape)}; it must be ({heads},): one per head of this rank"
+            )
+
     @staticmethod
     def _scale(scale: SupportsFloat | None, group: LayerGroup) -> float:
         if scale is None:
@@ -685,38 +614,3 @@ class BaseStore(ABC, Generic[A]):
         if not (math.isfinite(value) and value > 0):
             raise InvalidArgument(f"soft_cap is {soft_cap!r}; it must be above 0, or None")
         return value
-
-    def _checked_copies(
-        self, copies: NDArray[np.int32]
-    ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-        """Sources and destinations by class."""
-        self._live()
-        moves = np.asarray(copies)
-        if moves.ndim != 2 or moves.shape[1] != 3 or moves.dtype.kind not in "iu":
-            raise InvalidArgument(
-                f"copies has shape {moves.shape} and dtype {moves.dtype}; "
-                "it must be int32 [n, 3]: group, source, destination"
-            )
-        wide: NDArray[np.int64] = moves.astype(np.int64)
-        if len(wide) and not (wide[:, 0].min() >= 0 and wide[:, 0].max() < len(self.spec.groups)):
-            raise InvalidArgument(
-                f"copies names a group that is not there; the spec has {len(self.spec.groups)}"
-            )
-        for group in sorted(set(wide[:, 0].tolist())):
-            frames = wide[wide[:, 0] == group, 1:]
-            most = self.classes[group].frames
-            if frames.min() < 1 or frames.max() >= most:
-                raise InvalidArgument(
-                    f"copies of group {group} names frames {int(frames.min())} to {int(frames.max())}; "
-                    f"there are frames 1 to {most - 1}"
-                )
-            yield group, frames[:, 0], frames[:, 1]
-
-
-@contextmanager
-def out_of_memory(*kinds: type[BaseException]) -> Iterator[None]:
-    """Turn a library's way of saying that memory is short into MemoryError."""
-    try:
-        yield
-    except kinds as error:
-        raise MemoryError(str(error)) from None

@@ -12,10 +12,11 @@ from kvalloc._core import Pool
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels import cuda
 from kvalloc.kernels.cuda.backend import Backend, default_backend
-from kvalloc.store.base import BaseStore, KVView, out_of_memory
+from kvalloc.store.base import BaseStore
 from kvalloc.store.locked import lock, unlock
-from kvalloc.store.memory import host_memory
+from kvalloc.store.memory import host_memory, out_of_memory
 from kvalloc.store.numpy_store import DTYPES, convert
+from kvalloc.store.protocol import KVView
 from kvalloc.store.step_data import Shown
 from kvalloc.store.steps import Rows
 from kvalloc.store.streams import Order
@@ -242,12 +243,7 @@ class CupyStore(BaseStore[Array]):
         step = self._on_device(group, batch)
         tokens = len(step["slots"])
         shape = self._check_q(geometry, q, tokens, v_dim)
-        if sinks is not None:
-            self._check_kind("sinks", sinks)
-            if sinks.shape != (shape.heads,):
-                raise InvalidArgument(
-                    f"sinks has shape {sinks.shape}; it must be ({shape.heads},): one per head"
-                )
+        self._check_sinks(sinks, shape.heads)
         factor, cap = self._scale(scale, geometry), self._soft_cap(soft_cap)
         if k is not None or v is not None:
             self._check_kv(geometry, k, v, tokens)

@@ -1,10 +1,12 @@
-"""Memory of this host: how much there is, and how a store takes it."""
+"""Memory: how much this host has, how a store takes it, and how a library says that it is short."""
 
 import contextlib
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["available_bytes", "host_memory"]
+__all__ = ["available_bytes", "host_memory", "out_of_memory"]
 
 
 def available_bytes() -> int:
@@ -56,3 +58,12 @@ def host_memory(size: int) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+@contextmanager
+def out_of_memory(*kinds: type[BaseException]) -> Iterator[None]:
+    """Turn a library's way of saying that memory is short into MemoryError."""
+    try:
+        yield
+    except kinds as error:
+        raise MemoryError(str(error)) from None

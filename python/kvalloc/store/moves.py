@@ -1,4 +1,4 @@
-"""What a plan asks of a store: pages from frame to frame, checked, sorted by kind, merged into runs."""
+"""Pages from frame to frame, as plans and steps ask: checked, sorted by kind, merged into runs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvalloc.errors import InvalidArgument
 from kvalloc.store.geometry import ClassGeometry
 
-__all__ = ["DEVICE", "HOST", "TIERS", "Moves", "read_moves", "runs"]
+__all__ = ["DEVICE", "HOST", "TIERS", "Moves", "read_copies", "read_moves", "runs"]
 
 DEVICE: Final = 0
 HOST: Final = 1
@@ -122,3 +122,47 @@ def runs(sources: NDArray[np.int64], destinations: NDArray[np.int64]) -> Iterato
     for at, end in pairwise(starts):
         if end > at:
             yield int(sources[at]), int(destinations[at]), end - at
+
+
+def read_copies(
+    copies: NDArray[np.int32], classes: tuple[ClassGeometry, ...]
+) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+    """Check a step's copies and sort them by layer group.
+
+    Parameters
+    ----------
+    copies : int32 [n, 3]
+        Group, source frame, destination frame.
+    classes : tuple of ClassGeometry
+        Each group's own.
+
+    Returns
+    -------
+    list of (int, int64 [n], int64 [n])
+        Group, sources, destinations.
+
+    Raises
+    ------
+    InvalidArgument
+        If one names what is not there. Nothing was copied.
+    """
+    moves = np.asarray(copies)
+    if moves.ndim != 2 or moves.shape[1] != 3 or moves.dtype.kind not in "iu":
+        raise InvalidArgument(
+            f"copies has shape {moves.shape} and dtype {moves.dtype}; "
+            "it must be int32 [n, 3]: group, source, destination"
+        )
+    wide: NDArray[np.int64] = moves.astype(np.int64)
+    if len(wide) and not (wide[:, 0].min() >= 0 and wide[:, 0].max() < len(classes)):
+        raise InvalidArgument(f"copies names a group that is not there; the spec has {len(classes)}")
+    found = []
+    for group in sorted(set(wide[:, 0].tolist())):
+        frames = wide[wide[:, 0] == group, 1:]
+        most = classes[group].frames
+        if frames.min() < 1 or frames.max() >= most:
+            raise InvalidArgument(
+                f"copies of group {group} names frames {int(frames.min())} to {int(frames.max())}; "
+                f"there are frames 1 to {most - 1}"
+            )
+        found.append((group, frames[:, 0], frames[:, 1]))
+    return found

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvalloc.errors import InvalidArgument
-from kvalloc.store.base import BaseStore, KVView
+from kvalloc.store.base import BaseStore
 from kvalloc.store.memory import available_bytes, host_memory
+from kvalloc.store.protocol import KVView
 from kvalloc.store.step_data import Shown
 from kvalloc.store.steps import Rows, first_positions
 
@@ -264,12 +265,7 @@ class NumpyStore(BaseStore[Array]):
         rows = self._rows(batch, group)
         geometry = self.classes[group].group
         shape = self._check_q(geometry, q, rows.num_tokens, v_dim)
-        if sinks is not None:
-            self._check_kind("sinks", sinks)
-            if sinks.shape != (shape.heads,):
-                raise InvalidArgument(
-                    f"sinks has shape {sinks.shape}; it must be ({shape.heads},): one per head"
-                )
+        self._check_sinks(sinks, shape.heads)
         factor, cap = self._scale(scale, geometry), self._soft_cap(soft_cap)
         if k is not None or v is not None:
             self.write(layer, k, v, batch)

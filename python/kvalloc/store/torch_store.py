@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from kvalloc._core import Pool
 from kvalloc.errors import InvalidArgument
 from kvalloc.kernels import torch_cpu
-from kvalloc.store.base import BaseStore, KVView, out_of_memory
+from kvalloc.store.base import BaseStore
 from kvalloc.store.locked import lock, unlock
-from kvalloc.store.memory import available_bytes, host_memory
+from kvalloc.store.memory import available_bytes, host_memory, out_of_memory
+from kvalloc.store.protocol import KVView
 from kvalloc.store.step_data import Shown
 from kvalloc.store.steps import Rows
 from kvalloc.store.streams import Order
@@ -242,12 +243,7 @@ class TorchStore(BaseStore[torch.Tensor]):
         geometry = self.classes[group].group
         num_tokens = self._rows(batch, group).num_tokens
         shape = self._check_q(geometry, q, num_tokens, v_dim)
-        if sinks is not None:
-            self._check_kind("sinks", sinks)
-            if sinks.shape != (shape.heads,):
-                raise InvalidArgument(
-                    f"sinks has shape {tuple(sinks.shape)}; it must be ({shape.heads},): one per head"
-                )
+        self._check_sinks(sinks, shape.heads)
         factor, cap = self._scale(scale, geometry), self._soft_cap(soft_cap)
         if k is not None or v is not None:
             self._check_kv(geometry, k, v, num_tokens)

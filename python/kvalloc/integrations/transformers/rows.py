@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvalloc._core import Batch
 from kvalloc.errors import ClosedError, InvalidArgument, OutOfPages
 from kvalloc.integrations.transformers.inputs import Identity, Inputs, Int32s, Row, in_order, padding_of
-from kvalloc.store.base import Store
+from kvalloc.store.protocol import Store
 from kvalloc.store.steps import first_positions
 
 __all__ = ["Flight", "Rows"]
@@ -418,11 +418,8 @@ class Rows:
 
     def roll_back(self) -> None:
         """Undo the step that is not committed, if there is one."""
-        flight = self.flight
-        if flight is not None:
-            self.columns = flight.before
-            self.flight = None
-            self._undo(flight.fresh, flight.known)
+        if self.flight is not None:
+            self._undo(self.flight.fresh, self.flight.known)
 
     def _undo(self, fresh: bool, known: list[int]) -> None:
         if self.flight is not None:
