@@ -741,3 +741,164 @@ def test_a_session_goes_out_and_comes_back_before_its_turn():
     del batch
     assert pool.pages.allocate("a", 10).size == 10, "all of it is to be had"
     check(pool)
+
+
+# ---- what is told ----------------------------------------------------------------------------------------
+
+
+def mirror(pool: kvalloc.Pool, known: set) -> list[str]:
+    """Follow the events since the last call; return their types."""
+    told = []
+    for event in pool.events():
+        told.append(event["type"])
+        assert event["tier"] == "device"
+        place = (event["scope"], event["group"], event["key"])
+        (known.add if event["type"] == "stored" else known.discard)(place)
+    return told
+
+
+@pytest.mark.parametrize("spec", ["full", "full+window"])
+def test_events_tell_when_pages_leave_the_device_and_when_they_are_back(spec):
+    pool = two_tiers(40, 40, SPECS[spec], events=1000)
+    tenant, known = pool.tenant("a"), set()
+    seq = serve(pool, tenant, ids(64), decoded=3)
+    mirror(pool, known)
+    cached = pool.cached // PAGE  # left its window, and stays on the device
+    pages = len(known) - cached
+    assert pages > 0
+    every = set(known)
+    pool.suspend(seq, mode="swap").abort()
+    assert mirror(pool, known) == []
+    with pool.suspend(seq, mode="swap"):
+        assert mirror(pool, known) == []  # it may be aborted
+    assert mirror(pool, known) == ["removed"] * pages
+    assert len(known) == cached
+    assert hit(pool, "a", ids(65)) == 0
+    pool.resume(seq).abort()
+    assert mirror(pool, known) == []
+    plan = pool.resume(seq)
+    plan.commit(moves=1)
+    assert mirror(pool, known) == ["stored"]
+    plan.commit()
+    assert mirror(pool, known) == ["stored"] * (pages - 1)
+    assert known == every
+    assert hit(pool, "a", ids(65)) == 64
+    # By recompute it leaves its pages to the cache, where they are found.
+    pool.suspend(seq, mode="recompute").commit()
+    assert mirror(pool, known) == []
+    pool.resume(seq).commit()
+    with pool.suspend(seq, mode="swap"):
+        pass
+    assert set(mirror(pool, known)) == {"removed"}
+    seq.close()
+    assert "stored" not in mirror(pool, known)  # that they went was told when they left
+    assert len(known) == pool.cached // PAGE == len(known & every)
+    check_idle(pool)
+
+
+def test_events_are_told_for_the_last_copy_that_can_be_found():
+    pool = two_tiers(40, 40, events=1000)
+    tenant, known, batch = pool.tenant("a"), set(), pool.batch(2, 200)
+    first, twin = (pool.open(tenant, ids(64)) for _ in range(2))
+    batch.add(first), batch.add(twin)
+    finish(batch)
+    assert mirror(pool, known) == ["stored"] * 4
+    with pool.suspend(first, mode="swap", batch=batch):
+        pass
+    assert mirror(pool, known) == []
+    assert hit(pool, "a", ids(65)) == 64
+    with pool.suspend(twin, mode="swap", batch=batch):
+        pass
+    assert mirror(pool, known) == ["removed"] * 4
+    with pool.resume(first):
+        pass
+    assert mirror(pool, known) == ["stored"] * 4
+    with pool.resume(twin):
+        pass
+    first.close()
+    twin.close()
+    assert mirror(pool, known) == []
+    assert hit(pool, "a", ids(65)) == 64
+    pool.reset_prefix_cache()
+    assert [event["type"] for event in pool.events()] == ["removed"] * 4 + ["cleared"]
+
+
+def test_a_page_that_everybody_lets_go_of_on_its_way_out_stays_and_nothing_is_told():
+    pool = two_tiers(40, 40, events=1000)
+    tenant, known = pool.tenant("a"), set()
+    seq = serve(pool, tenant, ids(64))
+    assert mirror(pool, known) == ["stored"] * 4
+    plan = pool.suspend(seq, mode="swap")
+    seq.close()
+    plan.commit()
+    assert mirror(pool, known) == []
+    assert hit(pool, "a", ids(65)) == 64
+
+
+def test_a_compressed_page_is_told_to_be_removed_once():
+    spec = kvalloc.KVSpec.uniform(layers=1, kv_heads=1, head_dim=64, page_tokens=TOKENS, small_dtype="int8")
+    pool = two_tiers(40, 40, spec, events=1000)
+    tenant, known = pool.tenant("a", compress=True), set()
+    seq = serve(pool, tenant, ids(64), decoded=3)
+    assert mirror(pool, known) == ["stored"] * 4
+    with pool.compress(tenant, pool.capacity, sessions=[seq]) as plan:
+        assert len(plan.moves) == 4
+    assert mirror(pool, known) == ["removed"] * 4
+    for way in (pool.suspend, pool.resume):  # compressed it goes to the host, and comes back
+        with way(seq):
+            pass
+    assert mirror(pool, known) == []
+    seq.close()
+    assert mirror(pool, known) == []
+    check_idle(pool)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_was_told_is_what_can_be_found(seed):
+    """Sequences come and go, swap, recompute, compress, are evicted: a mirror knows nothing that is gone."""
+    rng = np.random.default_rng(seed)
+    spec = kvalloc.KVSpec.uniform(layers=1, kv_heads=1, head_dim=64, page_tokens=TOKENS, small_dtype="int8")
+    pool = two_tiers(36, 20, spec, events=1000)
+    tenant, known = pool.tenant("a", compress=True), set()
+    keys: dict[int, list[int]] = {}  # of each prompt, page by page
+    for prompt in range(4):
+        serve(pool, tenant, ids(65, prompt)).close()
+        keys[prompt] = [event["key"] for event in pool.events()]
+        known.update(("a", 0, key) for key in keys[prompt])
+    live: list[kvalloc.Sequence] = []
+    told, by_mirror, by_pool = set(), 0, 0
+    for _ in range(150):
+        op = rng.integers(6)
+        running = [seq for seq in live if seq.state == "running"]
+        away = [seq for seq in live if seq.state == "suspended"]
+        try:
+            if op == 0 and len(live) < 6:
+                live.append(serve(pool, tenant, ids(65, int(rng.integers(4)))))
+            elif op == 1 and running:
+                mode = str(rng.choice(["swap", "recompute"]))
+                plan = pool.suspend(running[rng.integers(len(running))], mode=mode)
+                plan.commit() if rng.random() < 0.7 else plan.abort()
+            elif op == 2 and away:
+                plan = pool.resume(away[rng.integers(len(away))])
+                plan.commit() if rng.random() < 0.7 else plan.abort()
+            elif op == 3 and running:
+                pool.compress(tenant, 2 * PAGE, sessions=running).commit()
+            elif op == 4 and live:
+                live.pop(rng.integers(len(live))).close()
+            elif op == 5:
+                pool.pages.release(pool.pages.allocate(tenant, int(rng.integers(1, 6))))
+        except kvalloc.OutOfPages:
+            pass
+        told.update(mirror(pool, known))
+        there = {key for _, _, key in known}
+        for prompt, chain in keys.items():
+            found = next((n for n, key in enumerate(chain) if key not in there), len(chain))
+            there_are = hit(pool, "a", ids(65, prompt))
+            # Never what is not there. Less, where copies that did not know of each other were told apart.
+            assert found * TOKENS <= there_are
+            by_mirror, by_pool = by_mirror + found * TOKENS, by_pool + there_are
+    assert told == {"stored", "removed"}
+    assert by_mirror > 0.9 * by_pool > 0
+    for seq in live:
+        seq.close()
+    check_idle(pool)

@@ -77,7 +77,7 @@ AdmissionVerdict: TypeAlias = Literal["now", "wait", "never"]
 RefusalReason: TypeAlias = Literal["limit", "claim", "frames", "fragmented", "frozen", "row", "budget"]
 
 PlanKind: TypeAlias = Literal[
-    "reclaim", "rebalance", "top_up", "suspend", "resume", "offload", "prefetch", "compress"
+    "reclaim", "rebalance", "top_up", "suspend", "resume", "offload", "prefetch", "compress", "give_back"
 ]
 PlanState: TypeAlias = Literal["open", "committed", "aborted", "expired", "ended", "dry"]
 Fate: TypeAlias = Literal["frozen", "swapped", "recomputed", "trimmed", "resumed"]
@@ -100,7 +100,7 @@ class StoredEvent(TypedDict):
 
 
 class RemovedEvent(TypedDict):
-    """The last copy of a page went."""
+    """The last page with this content can't be found any more: it went, or left the device or its class."""
 
     sequence: int
     type: Literal["removed"]

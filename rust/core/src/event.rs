@@ -81,7 +81,8 @@ pub enum Event {
         /// Where it lies.
         tier: Tier,
     },
-    /// The last copy of a page went.
+    /// The last page with this content can't be found any more: it went, or has left the device or its class, for a while or
+    /// for good. Back there it is stored again.
     Removed {
         /// The external block hash of the page.
         key: u64,
@@ -89,7 +90,7 @@ pub enum Event {
         group: GroupId,
         /// The scope in which it could be found.
         tenant: TenantId,
-        /// Where it lay.
+        /// Where it could be found.
         tier: Tier,
     },
     /// Nothing is cached any more.

@@ -169,14 +169,37 @@ impl Pool {
         }
     }
 
+    /// Tell that a page has left the place where it can be found, or is back there. The caller holds its lease, so nobody hears
+    /// of its end before.
+    fn tell_moved(&self, page: PageRef, from: Location, to: Location) {
+        let (id, back) = (page.id, self.is_home(to));
+        let told = self.is_home(from) != back && self.events.is_on() && self.pages.read(id).is_indexed();
+        if !told || self.index.has_copy(&self.pages, id) {
+            return;
+        }
+        let (key, tenant, tier) = (self.pages.key(id), self.pages.payer(id), Tier::Device);
+        let group = self.classes[to.class().as_usize()].group;
+        self.events.publish(if back {
+            let parent = match self.pages.link(id) {
+                Link::Page(parent) => Some(self.pages.key(parent.id)),
+                Link::Digest(_) => None,
+            };
+            Event::Stored { key, parent, page, group, tenant, tokens: self.spec.page_tokens(), tier }
+        } else {
+            Event::Removed { key, group, tenant, tier }
+        });
+    }
+
     /// Out of the index, so that nobody finds it any more. The caller owns the page: it is LEAVING, or the caller alone holds
     /// it. The answer is the page that it continued, which has one child less: the caller counts that.
     pub(crate) fn unindex(&self, id: PageId, group: GroupId) -> Option<PageRef> {
         let key = self.pages.key(id);
         self.index.remove(key, id);
-        if self.events.is_on() && !self.index.has_copy(&self.pages, id) {
-            let tier = self.tier_of(id);
-            self.events.publish(Event::Removed { key, group, tenant: self.pages.payer(id), tier });
+        // Of what can't be found where it lies that was told when it left (`tell_moved`).
+        let home = self.is_home(self.pages.location(id));
+        if home && self.events.is_on() && !self.index.has_copy(&self.pages, id) {
+            let tenant = self.pages.payer(id);
+            self.events.publish(Event::Removed { key, group, tenant, tier: Tier::Device });
         }
         match self.pages.link(id) {
             Link::Page(parent) => Some(parent),
@@ -383,6 +406,9 @@ impl Pool {
         let moved = !lost && self.pages.swap_location(page.id, from, to).is_ok();
         let at = if moved { to } else { self.pages.location(page.id) };
         debug_assert!(moved || lost || at.is_outside(), "{page:?} moved while it was leased");
+        if moved {
+            self.tell_moved(page, from, to);
+        }
         self.end_lease(lane, page, |_| !self.is_home(at));
         moved
     }

@@ -680,7 +680,7 @@ impl Pool {
     ///
     ///     - ``"stored"``: a page can now be found. ``key`` and ``parent`` (int; None at the start of a prompt), ``page`` (its
     ///       reference), ``group``, ``scope`` (the tenant's name), ``tokens``, ``tier``.
-    ///     - ``"removed"``: the last page with this ``key`` in the ``group`` and ``scope`` went.
+    ///     - ``"removed"``: the last page with this ``key`` in the ``group`` and ``scope`` can't be found any more; ``tier``.
     ///     - ``"cleared"``: nothing is cached any more.
     ///
     /// Raises
@@ -690,6 +690,13 @@ impl Pool {
     ///
     /// Notes
     /// -----
+    /// A page whose sequence was swapped out can't be found until it is back: "removed" is told when the plan that takes it off the
+    /// device is committed, "stored" when one has brought it back. So is "removed" for a page that is compressed. While a plan is
+    /// open its pages are not found either, and nothing is told: it may be aborted. ``tier`` is always "device".
+    ///
+    /// Copies of one content that did not know of each other may be told of one by one. Whoever keeps the keys as a set, by scope
+    /// and group, never has one that can't be found, and may lack one that can.
+    ///
     /// The ring has the ``events`` slots that the pool was made with. With 0, the default, nothing is recorded and the answer is
     /// always empty. Who publishes never waits: when the ring is full the oldest event is overwritten and counted in
     /// ``Events.lost``.
