@@ -85,6 +85,8 @@ class Pressure:
         Seconds that sequences were stopped, summed over those that went on.
     expired : int
         Plans that ran out of time before their copies were done.
+    waits_for : str
+        What those that wait to go on wait for.
     give_backs : dict of Tenant to GiveBacks
         What lenders asked back.
     """
@@ -96,6 +98,7 @@ class Pressure:
         self.swapped_bytes = 0
         self.stalled = 0.0
         self.expired = 0
+        self.waits_for = ""
         self.give_backs: dict[Tenant, GiveBacks] = {}
         self._late = False  # the last plan that stopped rows has expired
         # Lenders that got bytes back, and the number of the step that is to use them.
@@ -270,6 +273,7 @@ class Pressure:
     def resume(self) -> None:
         """Let stopped requests go on, the oldest first, while there is room."""
         engine, tries = self.engine, _TRIES
+        self.waits_for = "what is held outside this engine"  # if nothing runs here
         while self.stopped and len(engine.rows) < engine.max_rows:
             run = self.stopped[0]
             if run.sequence.state != "running":  # else its plan came to nothing, and it has all it had
@@ -280,6 +284,7 @@ class Pressure:
                 if not self._executed(plan):
                     tries -= 1
                     if not tries:
+                        self.waits_for = "copies that take longer than their plan lives"
                         return
                     continue
             self.stopped.popleft()

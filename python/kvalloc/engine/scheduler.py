@@ -434,10 +434,10 @@ class Engine:
         self._retire(run, "refused")
 
     def _give_up(self) -> None:
-        """Nothing runs or will come: who is first in a queue waits for bytes that are held elsewhere."""
+        """Nothing runs or will come: who is first waits for bytes held elsewhere, or for copies too slow."""
         if self.pressure:
             run = self.pressure.stopped[0]
-            run.request.cause = Cause("stuck", "what is held outside this engine")
+            run.request.cause = Cause("stuck", self.pressure.waits_for)
             self._drop(run, "refused")
             return
         for queue in self.queues.values():
