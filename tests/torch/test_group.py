@@ -75,6 +75,7 @@ def test_a_step_travels_as_bytes_and_is_checked():
     data = step.to_bytes()
     there = kvalloc.StepData.from_bytes(data)
     assert (there.num_rows, there.num_tokens, len(there.copies)) == (2, 2, len(batch.last.copies))
+    assert repr(there) == "<kvalloc.StepData 2 tokens of 2 rows>"
     assert len(there.copies) > 0
     for name in ("query_start_loc", "seq_lens", "positions", "copies"):
         np.testing.assert_array_equal(getattr(there, name), getattr(step, name))

@@ -24,7 +24,7 @@ _HEAD: Final = struct.Struct("<8sI")
 _COUNTS: Final = struct.Struct("<5I")
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class StepData:
     """What a batch's newest step asks of a store. Made by `of` or `from_bytes`; a store takes it for a batch.
 
@@ -93,6 +93,9 @@ class StepData:
             tuple(batch.block_table(group)[:rows, :width].copy() for group in groups),
             tuple(batch.slot_mapping(group)[:tokens].copy() for group in groups),
         )
+
+    def __repr__(self) -> str:
+        return f"<kvalloc.StepData {self.num_tokens} tokens of {self.num_rows} rows>"
 
     @property
     def last(self) -> Self:
