@@ -85,6 +85,7 @@ class Pool:
         pin_budget: Size = ...,
         lend: bool = ...,
         compress: bool = ...,
+        cut: SupportsIndex | None = ...,
     ) -> Tenant: ...
     def tenants(self) -> list[Tenant]: ...
     def remove_tenant(self, tenant: Scope) -> int: ...
@@ -154,6 +155,16 @@ class Pool:
         dry_run: bool = False,
     ) -> Plan: ...
     def compress(
+        self,
+        tenant: Scope | None,
+        bytes: Size,
+        *,
+        batch: Batch | Iterable[Batch] | None = None,
+        sessions: Iterable[Sequence] | None = None,
+        ttl: SupportsFloat = 30.0,
+        dry_run: bool = False,
+    ) -> Plan: ...
+    def cut(
         self,
         tenant: Scope | None,
         bytes: Size,
@@ -289,6 +300,8 @@ class Tenant:
     @property
     def compress(self) -> bool: ...
     @property
+    def cut(self) -> int | None: ...
+    @property
     def publish(self) -> dict[str, int | None]: ...
     def set(
         self,
@@ -302,6 +315,7 @@ class Tenant:
         pin_budget: Size = ...,
         lend: bool = ...,
         compress: bool = ...,
+        cut: SupportsIndex | None = ...,
     ) -> None: ...
     def freeze(self) -> None: ...
     def thaw(self) -> None: ...

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Archive"]
 
 _AT_ONCE = 64  # pages that are in host memory at one time
+_KEEPING = ("full", "latent")  # groups whose pages stay for as long as their sequence
 
 
 class Archive:
@@ -132,7 +133,8 @@ class Archive:
 
         Notes
         -----
-        Another thread may move pages meanwhile, by a rebalance or a suspension: those are left out.
+        Another thread may move pages meanwhile, by a rebalance or a suspension: those are left out. So is all from the
+        first page on that was compressed or cut: what is computed behind it is not exact.
         """
         if sequence.state != "running":
             raise InvalidArgument(
@@ -140,11 +142,16 @@ class Archive:
             )
         tokens, size = sequence.tokens, self.store.spec.page_tokens
         full = min(sequence.num_written, sequence.num_told) // size
+        for cls in self._classes:
+            # Compressed pages (below 0) and cut ones (0) are not what their keys promise, nor is what was computed
+            # behind them, in any group.
+            if self.store.spec.groups[cls].kind in _KEEPING:
+                lossy = np.flatnonzero(self._table(sequence, cls, full) <= 0)
+                full = int(lossy[0]) if lossy.size else full
         keys = list(self._keys(sequence, tokens, full, share, adapter, adapter_generation, extra_key))
         kept = 0
         for cls in self._classes:
-            # Compressed pages (below 0) are not what their keys promise.
-            table = np.maximum(self._table(sequence, cls, full), 0)
+            table = self._table(sequence, cls, full)
             wanted = [at for at in np.flatnonzero(table).tolist() if keys[at][cls] not in self.connector]
             kept += int(np.count_nonzero(table)) - len(wanted)
             for begin in range(0, len(wanted), _AT_ONCE):

@@ -6,6 +6,7 @@
 //! | --- | --- |
 //! | a page word is in one of the states of word/page.rs | each page |
 //! | a live page lies in an allocated frame, alone, and its id is taken; a free page's id is free | each page, frame map |
+//! | a page that was cut has no frame and no charge, and can't be found | each page, sums |
 //! | an INDEXED page is listed under its key; its parent lives, is INDEXED and counts it | each page |
 //! | free + held + cached + pinned + leaving + in limbo + claimed by open plans = capacity, in bytes, per tier | sum over pages against the arena |
 //! | held, cached and pinned units of each tenant equal the sums over its pages, and over the places in another tier that open plans have claimed | ledger |
@@ -167,7 +168,7 @@ impl<'a> Audit<'a> {
     /// A place that a plan has claimed for a page. One in another tier or class than the page's is charged already, and so
     /// is held; another one is the page's second place, and in flight.
     fn count_claimed(&mut self, m: &Move) {
-        let (Some(tier), class) = (m.to.tier(), self.pool.classes[m.to.class().as_usize()]) else { return };
+        let (Some(tier), class) = (m.to.tier(), self.pool.class_at(m.to)) else { return };
         let (balance, bytes) = (&mut self.balance[tier.as_usize()], self.pool.bytes(class.units));
         if !m.crosses() {
             balance.in_flight += bytes;
@@ -227,7 +228,16 @@ impl<'a> Audit<'a> {
         let Some(class) = pool.spec.classes().get(location.class().as_usize()) else {
             return Some(format!("lies in {location:?}, whose class does not exist"));
         };
-        if !word.is_leaving() && !pool.arena(tier).is_allocated(class.size, location.frame()) {
+        if location.is_gone() && (tier != Tier::Device || pool.is_small(location)) {
+            return Some(format!("lies in {location:?}, where nothing ever lies"));
+        }
+        if location.is_gone() && !word.is_leaving() && !word.is_away() {
+            return Some("it was cut, and yet it can be found".into());
+        }
+        if !location.is_gone()
+            && !word.is_leaving()
+            && !pool.arena(tier).is_allocated(class.size, location.frame())
+        {
             return Some(format!("lies in {location:?}, and that frame is free"));
         }
         if !pool.slots.is_allocated(id) && !word.is_leaving() {
@@ -258,13 +268,15 @@ impl<'a> Audit<'a> {
         if !exact {
             return None;
         }
-        let size = pool.spec.classes()[location.class().as_usize()].size;
-        let map = &mut self.seen[tier.as_usize()][size.as_usize()];
-        let (at, bit) = (location.frame().as_usize() / 64, 1 << (location.frame().0 % 64));
-        if map[at] & bit != 0 {
-            return Some(format!("lies in {location:?}, where another page lies too"));
+        if !location.is_gone() {
+            let size = pool.spec.classes()[location.class().as_usize()].size;
+            let map = &mut self.seen[tier.as_usize()][size.as_usize()];
+            let (at, bit) = (location.frame().as_usize() / 64, 1 << (location.frame().0 % 64));
+            if map[at] & bit != 0 {
+                return Some(format!("lies in {location:?}, where another page lies too"));
+            }
+            map[at] |= bit;
         }
-        map[at] |= bit;
         if word.is_leaving() {
             return Some("leaving, and nobody is taking it out".into());
         }
@@ -290,8 +302,8 @@ impl<'a> Audit<'a> {
 
     fn count(&mut self, id: PageId, word: PageWord, tier: Tier, location: Location) {
         let pool = self.pool;
-        let bytes = pool.spec.classes()[location.class().as_usize()].page_bytes;
-        let units = u64::from(pool.spec.units(location.class()));
+        let units = u64::from(pool.class_at(location).units);
+        let bytes = pool.bytes(units as u32);
         let balance = &mut self.balance[tier.as_usize()];
         let mut none = Sums::default();
         let payer = pool.pages.payer(id);

@@ -391,10 +391,10 @@ impl Batch {
         for (row, slots) in inner.rows.iter().zip(&inner.hot.slots) {
             let table = &row.body.tables[group.as_usize()];
             indices.extend(table.live().iter().map(|p| pool.entry(p.id)));
-            if indices.iter().any(|&entry| entry < 0) {
+            if indices.iter().any(|&entry| entry <= 0) {
                 return Err(Error::Argument(
-                    "pages of the batch are compressed: a list of frames names pages of one class; \
-                     attend by the block table, which shows them as ~frame"
+                    "pages of the batch are compressed or cut: a list of frames names pages of one class, and all of \
+                     them; attend by the block table, which shows compressed ones as ~frame, and cut ones as 0"
                         .into(),
                 ));
             }

@@ -15,7 +15,7 @@ use crate::{
     index::{Parent, Seen},
     ledger::Refused,
     page::{Line, Link},
-    pool::{Pool, Scratch},
+    pool::{ClassInfo, Pool, Scratch},
     stats::Counter,
     sync::Atom,
     word::{
@@ -61,7 +61,17 @@ impl Pool {
 
     /// Whether a page that lies there can be found: on the device, in the class it was written in.
     pub(crate) fn is_home(&self, at: Location) -> bool {
-        at.tier() == Some(Tier::Device) && !self.is_small(at)
+        at.tier() == Some(Tier::Device) && !self.is_lossy(at)
+    }
+
+    /// Whether what lies there is less exact than it was written.
+    pub(crate) fn is_lossy(&self, at: Location) -> bool {
+        self.is_small(at) || at.is_gone()
+    }
+
+    /// Whether a page that the caller holds is compressed or cut, or about to be, so that it can't be written to.
+    pub(crate) fn is_fixed(&self, page: PageRef) -> bool {
+        self.pages.read(page.id).is_away() || self.pages.location(page.id).is_gone()
     }
 
     /// Whether a place is one of a class that pages are compressed into.
@@ -69,7 +79,8 @@ impl Pool {
         at.class().as_usize() >= self.groups.len()
     }
 
-    /// A page's place as block tables show it: the number of its frame, or `!frame` of a smaller class, which is negative.
+    /// A page's place as block tables show it: the number of its frame, or `!frame` of a smaller class, which is negative; 0:
+    /// it is gone.
     #[inline]
     pub(crate) fn entry(&self, id: PageId) -> i32 {
         self.entry_at(self.pages.location(id))
@@ -83,7 +94,14 @@ impl Pool {
     }
 
     pub(crate) fn units_of(&self, id: PageId) -> u32 {
-        self.classes[self.pages.location(id).class().as_usize()].units
+        self.class_at(self.pages.location(id)).units
+    }
+
+    /// The class of a place, and what a page that lies there is charged.
+    #[inline]
+    pub(crate) fn class_at(&self, at: Location) -> ClassInfo {
+        let class = self.classes[at.class().as_usize()];
+        if at.is_gone() { ClassInfo { units: 0, ..class } } else { class }
     }
 
     /// Make a page that the caller holds, written to the end, findable. `None`: it could not be listed, and stays private.
@@ -217,25 +235,35 @@ impl Pool {
         if !word.is_indexed() {
             return Some(page);
         }
-        let alone = |w: PageWord| w.refs() == 1 && w.pins() == 0 && w.generation() == page.generation;
-        let taken = self.pages.transit(page.id, |w| if alone(w) { w.unpublish() } else { None });
-        if taken.is_err() {
+        if !self.unlist(page, group) {
             return None;
-        }
-        // From here on nobody can hit it, so nobody can hang a child on it any more. Children in the index continue what
-        // it says now.
-        if self.pages.children(page.id) > 0 {
-            let again = self.pages.transit(page.id, |w| w.publish(word.is_proven()));
-            debug_assert!(again.is_ok(), "{page:?} is held by the caller and private, and yet {again:?}");
-            return None;
-        }
-        if let Some(parent) = self.unindex(page.id, group) {
-            self.orders.lose_child(&self.pages, parent);
         }
         // It will be published again, and who saw it under its old key must not take it for that: another life begins.
         // Not while a copy uses the frame: whoever ends the lease knows this life.
         let word = self.pages.transit(page.id, |w| w.renew()).ok()?;
         Some(PageRef { id: page.id, generation: word.generation() })
+    }
+
+    /// A page that the caller alone holds loses its key. `false`: it keeps it, for others hold it too, or found it meanwhile,
+    /// or continue it.
+    pub(crate) fn unlist(&self, page: PageRef, group: GroupId) -> bool {
+        let proven = self.pages.read(page.id).is_proven();
+        let alone = |w: PageWord| w.refs() == 1 && w.pins() == 0 && w.generation() == page.generation;
+        let taken = self.pages.transit(page.id, |w| if alone(w) { w.unpublish() } else { None });
+        if taken.is_err() {
+            return false;
+        }
+        // From here on nobody can hit it, so nobody can hang a child on it any more. Children in the index continue what
+        // it says now.
+        if self.pages.children(page.id) > 0 {
+            let again = self.pages.transit(page.id, |w| w.publish(proven));
+            debug_assert!(again.is_ok(), "{page:?} is held by the caller and private, and yet {again:?}");
+            return false;
+        }
+        if let Some(parent) = self.unindex(page.id, group) {
+            self.orders.lose_child(&self.pages, parent);
+        }
+        true
     }
 
     /// Reference pages that were found, in order, until one is gone or may not be held: how many are now held.
@@ -349,7 +377,9 @@ impl Pool {
     pub(crate) fn hold_again(&self, pages: impl Iterator<Item = PageRef>) -> usize {
         let mut n = 0;
         for page in pages {
-            if self.pages.transit(page.id, |w| w.share_held(page.generation)).is_err() {
+            if page != self.pages.gone()
+                && self.pages.transit(page.id, |w| w.share_held(page.generation)).is_err()
+            {
                 break;
             }
             n += 1;
@@ -387,10 +417,15 @@ impl Pool {
 
     /// A page that the caller alone holds begins to leave the device or its class, or to come back: where it lies now. Nobody
     /// finds it from here on, until it has landed on the device or the move came to nothing. `None`: others hold it too, a
-    /// pin keeps it, or another copy uses it.
+    /// pin keeps it, another copy uses it, or it is gone.
     pub(crate) fn lease_out(&self, page: PageRef) -> Option<Location> {
         self.pages.transit(page.id, |w| w.lease_out(page.generation)).ok()?;
-        Some(self.pages.location(page.id))
+        let at = self.pages.location(page.id);
+        if at.is_gone() {
+            self.stay(Lane(0), page);
+            return None;
+        }
+        Some(at)
     }
 
     /// The copy of a page that was leased out is done, and it lies in `to` from now on: its old place and what it was
@@ -502,7 +537,7 @@ impl Pool {
     pub(crate) fn free_leaving(&self, lane: Lane, id: PageId) {
         let (location, payer) = (self.pages.location(id), self.pages.payer(id));
         let tier = location.tier().unwrap_or(Tier::Device);
-        let class = self.classes[location.class().as_usize()];
+        let class = self.class_at(location);
         self.retire(id);
         self.free_place(id, class, location);
         self.ledger.discharge(tier, payer, lane, Units(class.units));

@@ -28,7 +28,7 @@
 use crate::{
     sync::{Atom, AtomicU64, Words},
     word::{
-        PageId, PageRef, TenantId,
+        ClassId, Generation, PageId, PageRef, TenantId,
         page::{Location, OPEN, OUTSIDE, PageWord},
     },
 };
@@ -92,6 +92,7 @@ pub(crate) struct Pages {
     words: Words,
     tokens: Words,
     pages: u32,
+    nodes: u32,
     token_words: usize,
     page_tokens: usize,
 }
@@ -100,13 +101,23 @@ impl Pages {
     /// A table of `pages` pages and `nodes` further order nodes (evict.rs needs one for each order's start).
     pub(crate) fn new(pages: u32, nodes: u32, page_tokens: u32) -> Self {
         let token_words = (page_tokens as usize).div_ceil(2);
-        Self {
-            words: Words::zeroed((pages as usize + nodes as usize) * STRIDE),
+        let table = Self {
+            // One more, in which no page ever lives.
+            words: Words::zeroed((pages as usize + nodes as usize + 1) * STRIDE),
             tokens: Words::zeroed(pages as usize * token_words),
             pages,
+            nodes,
             token_words,
             page_tokens: page_tokens as usize,
-        }
+        };
+        table.set_location(table.gone().id, Location::gone(ClassId(0)));
+        table
+    }
+
+    /// What stands in a table for a page that was cut, and whose number has gone back: held by nobody, and nowhere.
+    #[inline]
+    pub(crate) fn gone(&self) -> PageRef {
+        PageRef { id: PageId(self.pages + self.nodes), generation: Generation(0) }
     }
 
     /// How many pages there are.

@@ -31,7 +31,7 @@
 //! somebody began to write into ([`Location::is_open`]) or whose frame an engine of its own asked for
 //! ([`Location::is_outside`]) since then stays where it is, and the move is given up.
 //!
-//! Callers: reclaim.rs, rebalance.rs, preempt.rs and compress.rs build; the binding commits and aborts; pool.rs expires.
+//! Callers: reclaim.rs, rebalance.rs, preempt.rs, compress.rs and cut.rs build; the binding commits and aborts; pool.rs expires.
 
 mod table;
 #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
@@ -105,6 +105,8 @@ named! {
         Compress = "compress",
         /// A tenant gets back what it had lent of its reserve.
         GiveBack = "give_back",
+        /// Contexts lose pages for good.
+        Cut = "cut",
     }
 }
 
@@ -131,16 +133,16 @@ pub struct Move {
     pub page: PageRef,
     /// Where it lies.
     pub from: Location,
-    /// Where it will lie.
+    /// Where it will lie; [`Location::is_gone`]: nowhere, and there is nothing to copy.
     pub to: Location,
     /// Who is charged for it.
     pub payer: TenantId,
 }
 
 impl Move {
-    /// Whether it is charged elsewhere afterwards: in another tier, or in another class.
+    /// Whether it is charged elsewhere afterwards: in another tier, in another class, or nowhere.
     pub(crate) fn crosses(&self) -> bool {
-        (self.from.tier(), self.from.class()) != (self.to.tier(), self.to.class())
+        self.to.is_gone() || (self.from.tier(), self.from.class()) != (self.to.tier(), self.to.class())
     }
 }
 
@@ -210,7 +212,7 @@ pub struct Plan {
     pub copied: [u64; 2],
     /// How long copying them takes at the bandwidths the pool was told; `None`: it was told none.
     pub copy_ns: Option<u64>,
-    /// What is copied.
+    /// What is copied, and behind that what is cut.
     pub moves: Vec<Move>,
     /// What becomes of sequences.
     pub victims: Vec<Victim>,
@@ -327,6 +329,8 @@ impl Pool {
     pub(crate) fn open_draft(&self, lane: Lane, draft: Draft, ttl_ms: u64, dry_run: bool) -> Plan {
         let Draft { mut plan, mut endings } = draft;
         plan.copy_ns = self.plans.copy_ns(plan.copied);
+        // Who commits in pieces counts what it has copied.
+        plan.moves.sort_by_key(|m| m.to.is_gone());
         if dry_run {
             plan.moves.iter().for_each(|m| _ = self.end_move(lane, m, false));
             endings.iter_mut().for_each(|ending| ending.settle(self, State::Aborted));
@@ -358,8 +362,13 @@ impl Pool {
         let entry = self.open_entry(plan)?;
         let Some(taken) = entry.take(n) else { return Err(self.late(plan.id)) };
         let moves = &entry.plan().moves[taken.clone()];
-        let moved = moves.iter().filter(|m| self.end_move(lane, m, true)).count();
-        self.stats.count(lane, Counter::PagesMoved, moved as u64);
+        let (mut moved, mut cut) = (0, 0);
+        for m in moves.iter().filter(|m| self.end_move(lane, m, true)) {
+            moved += 1;
+            cut += u64::from(m.to.is_gone());
+        }
+        self.stats.count(lane, Counter::PagesMoved, moved as u64 - cut);
+        self.stats.count(lane, Counter::PagesCut, cut);
         self.stats.count(lane, Counter::MovesDropped, (moves.len() - moved) as u64);
         self.end_moves(&entry, taken.len());
         // What no step shows is free at once.
@@ -516,6 +525,10 @@ impl Pool {
         let left = if moved { m.from } else { m.to };
         let class = self.classes[left.class().as_usize()];
         let tier = left.tier().unwrap_or(Tier::Device);
+        if left.is_gone() {
+            // Nothing was taken for it.
+            return false;
+        }
         if moved && tier == Tier::Device {
             // Steps that are not committed may still show it.
             self.quiescence.retire(tier, class.size, left.frame());

@@ -612,9 +612,13 @@ impl Pool {
         }
         let got = self.arena(Tier::Device).claim(size, lane, n, &mut scratch.frames);
         let ids = self.slots.claim(lane, got, &mut scratch.ids);
-        // Ids come back before frames do, and there is one for every frame of the smallest size.
-        debug_assert_eq!(ids, got, "an id for every frame");
-        got
+        // Ids come back before frames do, and there is one for every frame of the smallest size: but pages that were cut, and
+        // that others continue, have one and no frame.
+        if ids < got {
+            let surplus = scratch.frames.split_off(scratch.frames.len() - (got - ids));
+            let _ = self.arena(Tier::Device).release_many(size, &surplus);
+        }
+        ids
     }
 
     /// Give back ids and frames that nobody took.
@@ -705,6 +709,7 @@ impl Pool {
             match wanted {
                 Some((size, scratch))
                     if class.size == *size
+                        && !location.is_gone()
                         && location.tier() == Some(Tier::Device)
                         && !self.is_draining(location) =>
                 {
@@ -774,7 +779,7 @@ impl Pool {
     /// to do for the page that it continued.
     fn take_out(&self, id: PageId, word: PageWord) -> (ClassInfo, Location, Option<PageRef>) {
         let location = self.pages.location(id);
-        let class = self.classes[location.class().as_usize()];
+        let class = self.class_at(location);
         let parent = if word.is_indexed() { self.unindex(id, class.group) } else { None };
         if location.tier() == Some(Tier::Host) {
             self.lost.minus(1);
@@ -787,6 +792,9 @@ impl Pool {
     pub(crate) fn free_place(&self, id: PageId, class: ClassInfo, location: Location) {
         // Both were taken with the page, so neither can be a second free; the sets would count it.
         let _ = self.slots.release(id);
+        if location.is_gone() {
+            return;
+        }
         let _ = self.arena(location.tier().unwrap_or(Tier::Device)).release(class.size, location.frame());
     }
 

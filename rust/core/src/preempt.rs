@@ -6,6 +6,7 @@
 //! | [`Pool::offload`] | the same for a session between two turns: by swap alone | the host tier is full: everything stays |
 //! | [`Pool::resume`], [`Pool::prefetch`] | it goes on where it was | there is no room for all it needs: nothing is changed |
 //! | [`Pool::compress`] | pages of sequences go on in a smaller class | the tenant has not allowed it |
+//! | [`Pool::cut`] | contexts that are too long lose pages | the tenant has not allowed it |
 //! | [`Pool::preempt`] | as many sequences of a tenant stop as bytes are wanted | never: the plan says what is missing |
 //!
 //! Each builds a plan (plan.rs). What a sequence holds with others, and what pins keep, is not touched: it stays on the
@@ -34,12 +35,13 @@
 //! its known tokens and of what it was admitted for. So nothing is brought back to be stopped half-way.
 //!
 //! Which sequences have to go is in `preempt/victims.rs`, room in the other tier in `preempt/places.rs`,
-//! what is compressed in `preempt/compress.rs`, what hangs on the end
-//! of a plan in `preempt/ending.rs`.
+//! what is compressed in `preempt/compress.rs`, what is cut in `preempt/cut.rs`, what hangs on the end of a plan in
+//! `preempt/ending.rs`.
 //!
 //! Callers: reclaim.rs, the binding.
 
 mod compress;
+mod cut;
 mod ending;
 mod places;
 mod victims;
@@ -47,7 +49,7 @@ mod victims;
 #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
 mod tests;
 
-use std::sync::Arc;
+use std::{collections::HashSet, sync::Arc};
 
 pub(crate) use victims::Turns;
 pub use victims::{For, From};
@@ -61,7 +63,7 @@ use crate::{
     prefix::Prompt,
     sequence::{Body, Mode, Place, Sequence, State, try_lock},
     sync::Atom,
-    word::{Lane, PageRef, TenantId, Tier},
+    word::{Lane, PageId, PageRef, TenantId, Tier},
 };
 use ending::{Leaving, Returning};
 
@@ -141,6 +143,8 @@ pub(crate) struct Build<'a> {
     dry: bool,
     pub(crate) endings: Vec<Box<dyn Ending>>,
     sequences: Vec<Arc<Sequence>>,
+    /// Of a dry one: the pages that it would take.
+    spoken: HashSet<PageId>,
 }
 
 impl Pool {
@@ -154,8 +158,8 @@ impl Pool {
         self.recompute_speed.get()
     }
 
-    /// What a sequence would give back to `within`.
-    pub(crate) fn survey(&self, body: &Body, within: TenantId) -> Survey {
+    /// What a sequence would give back to `within`, beside the pages that a plan takes already.
+    pub(crate) fn survey(&self, body: &Body, within: TenantId, spoken: &HashSet<PageId>) -> Survey {
         let mut survey = Survey::default();
         let pays = |payer| self.ledger.is_under(payer, within);
         for page in body.held_pages(self) {
@@ -164,7 +168,7 @@ impl Pool {
                 // It has gone already.
             } else if word.pins() > 0 {
                 survey.pinned += bytes;
-            } else if word.refs() > 1 || word.is_leased() {
+            } else if word.refs() > 1 || word.is_leased() || spoken.contains(&page.id) {
                 survey.shared += bytes;
             } else {
                 survey.copied += bytes;
@@ -294,7 +298,7 @@ impl Pool {
 
 impl<'a> Build<'a> {
     pub(crate) fn new(pool: &'a Arc<Pool>, lane: Lane, plan: Plan, dry: bool) -> Self {
-        Self { pool, lane, plan, dry, endings: Vec::new(), sequences: Vec::new() }
+        Self { pool, lane, plan, dry, endings: Vec::new(), sequences: Vec::new(), spoken: HashSet::new() }
     }
 
     pub(crate) fn is_dry(&self) -> bool {
@@ -341,7 +345,7 @@ impl<'a> Build<'a> {
         if self.dry {
             return sequence.visit(|_, body, _| {
                 body.check_running(pool)?;
-                let survey = Survey { wanted, ..pool.survey(body, within) };
+                let survey = Survey { wanted, ..pool.survey(body, within, &self.spoken) };
                 let fits = pool.check_host(body.tenant, survey.copied);
                 let mode = match fits.err().filter(|_| pool.swaps(wish, &survey)) {
                     Some(refusal) if !may_compute(wish, &survey) => return Err(refusal.into()),
@@ -362,7 +366,7 @@ impl<'a> Build<'a> {
         let mut place = try_lock(&sequence.place, "the sequence")?;
         let body = idle(&mut place)?;
         body.check_running(pool)?;
-        let survey = Survey { wanted, ..pool.survey(body, within) };
+        let survey = Survey { wanted, ..pool.survey(body, within, &self.spoken) };
         let moves = match pool.swaps(wish, &survey).then(|| self.swap_out(body)).transpose() {
             // The device copy stays, and the ladder goes on.
             Err(_) if may_compute(wish, &survey) => None,

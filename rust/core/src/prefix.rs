@@ -459,7 +459,7 @@ impl Pool {
         }
         let mut reversed = std::mem::take(&mut scratch.reversed);
         reversed.clear();
-        reversed.extend(pages.iter().rev());
+        reversed.extend(pages.iter().rev().filter(|&&page| page != self.pages.gone()));
         let stale = self.let_go(lane, &reversed, scratch);
         debug_assert_eq!(stale, 0, "held pages can't be stale");
         scratch.reversed = reversed;

@@ -316,7 +316,7 @@ impl Pool {
         }
         let find = |location: Location| {
             // (It may have left the device since it was looked at.)
-            location.tier().filter(|&tier| tier == Tier::Device)?;
+            location.tier().filter(|&tier| tier == Tier::Device && !location.is_gone())?;
             let size = self.classes.get(location.class().as_usize())?.size;
             let extent = arena.extent_of(size, location.frame());
             let n = (*nth.get(extent.as_usize())?).checked_sub(1)?;

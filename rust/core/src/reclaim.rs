@@ -6,6 +6,7 @@
 //! | --- | --- | --- |
 //! | free | cached pages below the tenant: of tenants that do nothing first, then of those most over their share; coldest and leaf first (evict.rs) | yes |
 //! | compress | where the host tier is full: pages of live sequences whose tenant allows it | `preempt/compress.rs`, with [`Live::Preempt`] |
+//! | evict | the same: old pages of contexts whose tenant allows that they are cut | `preempt/cut.rs`, with [`Live::Preempt`] |
 //! | offload, recompute | live sequences | preempt.rs, with [`Live::Preempt`] |
 //!
 //! What it does not touch: pages that others hold too, and what pins keep. The plan says how many bytes these are, and what is
@@ -154,7 +155,7 @@ impl Pool {
                 build.endings.push(Box::new(Freezing(tenant)));
             }
             Live::Preempt(..) if missing == 0 => {}
-            Live::Preempt(from, wish) => match build.shrink_or_stop(tenant, missing, from, wish) {
+            Live::Preempt(from, wish) => match build.shrink_or_stop(tenant, missing, from, wish, false) {
                 Ok(bytes) => back = bytes,
                 Err(error) => {
                     build.give_up();
@@ -235,13 +236,7 @@ impl Pool {
         let held = "what others hold and have reserved does not come back by eviction";
         let Live::Preempt(from, wish) = live else { return Err(self.short(tenant, asked, short, held)) };
         let from = From { who: For::Tenant(tenant), ..from };
-        // Ask first: a row that was taken can't be put back.
-        let mut ask = Build::new(self, build.lane(), Plan::new(Kind::TopUp, tenant, short), true);
-        let back = ask.stop_victims(ROOT, short, from, wish)?;
-        if back < short {
-            return Err(self.short(tenant, asked, short - back, held));
-        }
-        let back = build.stop_victims(ROOT, short, from, wish)?;
+        let back = build.shrink_or_stop(ROOT, short, from, wish, true)?;
         if back < short {
             return Err(self.short(tenant, asked, short - back, held));
         }

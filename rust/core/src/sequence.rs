@@ -25,9 +25,10 @@
 //! Dropping the last handle closes the sequence.
 //!
 //! Here is how one is opened and what its handle is; what it does is in body.rs, how it is suspended and comes back in
-//! suspend.rs.
+//! suspend.rs, what becomes of what is less exact in loss.rs.
 
 mod body;
+mod loss;
 mod suspend;
 
 use std::sync::{Arc, Weak};

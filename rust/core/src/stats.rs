@@ -110,6 +110,7 @@ counters! {
         PlansExpired, "expired_plans", Times, "Plans whose time was over before somebody ended them.";
         LateReports, "late_reports", Times, "Commits and aborts of a plan that had ended: ignored, nothing changed.";
         PagesMoved, "moved_pages", Pages, "Pages that lie in another frame since a plan was committed.";
+        PagesCut, "cut_pages", Pages, "Pages that contexts lost for good: nothing lies there any more.";
         MovesDropped, "dropped_moves", Pages, "Pages that a committed plan left where they were, because they had gone or somebody had begun to write into them.";
         EventsWritten, "written_events", Times, "KV events that got a sequence number.";
         EventsDropped, "dropped_events", Times, "KV events that no reader will get, because the ring was full or their writer stopped.";

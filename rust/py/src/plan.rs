@@ -65,7 +65,7 @@ pub(crate) struct Plan {
 /// tenant : str
 ///     Whose it is.
 /// fate : str
-///     "swapped", "recomputed", "resumed", "frozen" or "trimmed".
+///     "swapped", "recomputed", "resumed", "frozen", or "trimmed": it goes on, without old pages.
 /// bytes : int
 ///     Bytes that come back by it.
 /// tokens : int
@@ -98,7 +98,7 @@ impl Victim {
 /// Attributes
 /// ----------
 /// moved : int
-///     Moves that this call made.
+///     Moves that this call made. A page that is cut is one too, behind all others.
 /// dropped : int
 ///     Moves that this call gave up: the page was gone, or somebody has begun to write into it.
 /// left : int
@@ -166,14 +166,15 @@ impl Plan {
     }
 }
 
-/// int64 [moves, 6]
+/// int64 [moves, 6], of what is copied: pages that are cut go nowhere.
 fn rows<'py>(py: Python<'py>, moves: &[Move]) -> PyResult<Bound<'py, PyAny>> {
+    let moves = moves.iter().filter(|m| !m.to.is_gone());
     let ends = |m: &Move| [m.from, m.to];
     let place = |at: kvalloc_core::word::page::Location| {
         let tier = at.tier().map_or(0, |tier| tier as i64);
         [tier, at.class().0.into(), at.frame().0.into()]
     };
-    let numbers: Vec<i64> = moves.iter().flat_map(ends).flat_map(place).collect();
+    let numbers: Vec<i64> = moves.flat_map(ends).flat_map(place).collect();
     arrays::int64_rows(py, &numbers, 6)
 }
 
@@ -185,7 +186,8 @@ impl Plan {
         self.core.id.0
     }
 
-    /// str : What it is for: "reclaim", "rebalance", "top_up", "suspend", "resume", "offload", "prefetch", "compress" or "give_back".
+    /// str : What it is for: "reclaim", "rebalance", "top_up", "suspend", "resume", "offload", "prefetch", "compress",
+    /// "give_back" or "cut".
     #[getter]
     fn kind(&self) -> &'static str {
         self.core.kind.name()
@@ -273,7 +275,7 @@ impl Plan {
     }
 
     /// numpy.ndarray : int64 [moves, 6]. What is copied, in order: from tier, class, frame; to tier, class, frame. Tier 0 is the
-    /// device, 1 the host.
+    /// device, 1 the host. Pages that are cut are not copied: they come behind all others, and ``victims`` tells of them.
     #[getter]
     fn moves<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         rows(py, &self.core.moves)

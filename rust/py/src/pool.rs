@@ -210,6 +210,9 @@ impl Pool {
     /// compress : bool, optional
     ///     Whether pages it pays for may go on in a smaller class (`compress`), which makes them less exact for good. Default
     ///     False.
+    /// cut : int, optional
+    ///     Its contexts may lose pages (`cut`): the model forgets what stood there. So many tokens at the end always stay, and the
+    ///     first page. Default None: they are never cut.
     ///
     /// Returns
     /// -------
@@ -237,7 +240,7 @@ impl Pool {
     #[pyo3(signature = (
         name, *, reserve = Given(None), limit = Given(None), weight = Given(None), priority = Given(None),
         parent = Given(None), publish = Given(None), pin_budget = Given(None), lend = Given(None),
-        compress = Given(None)
+        compress = Given(None), cut = Given(None)
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
     fn tenant(
@@ -252,10 +255,11 @@ impl Pool {
         pin_budget: Given<'_>,
         lend: Given<'_>,
         compress: Given<'_>,
+        cut: Given<'_>,
     ) -> PyResult<Tenant> {
         let owner = self.live().map(|_| &self.owner)?;
         let changes =
-            Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend, compress };
+            Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend, compress, cut };
         tenant::create(owner, &name, &changes)
     }
 

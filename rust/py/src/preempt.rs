@@ -409,6 +409,81 @@ impl Pool {
         })
     }
 
+    /// Let contexts that are too long lose old pages: the model forgets what stood there, for good.
+    ///
+    /// Parameters
+    /// ----------
+    /// tenant : Tenant, str or None
+    ///     Whose sequences, those of the tenants below it included. None: anybody's. Those are cut whose tenant allows it
+    ///     (``tenant(cut=tokens)``).
+    /// bytes : int or str
+    ///     How many bytes should come back.
+    /// batch : Batch or list of Batch, optional
+    ///     Batches whose sequences give pages; they go on.
+    /// sessions : list of Sequence, optional
+    ///     Sequences that stand in no batch: they give first.
+    /// ttl, dry_run : optional
+    ///     As in `suspend`.
+    ///
+    /// Returns
+    /// -------
+    /// Plan
+    ///     ``rungs["evict"]`` comes back with the commit; there is nothing to copy. ``victims`` names the sequences ("trimmed") and
+    ///     how many tokens each forgets, ``shortfall`` what is missing: what others hold too, pins and other plans keep is let be.
+    ///
+    /// Raises
+    /// ------
+    /// InvalidArgument
+    ///     No tenant there allows it; the spec has no layer group whose pages stay.
+    /// UnknownTenant, WrongPool, SequenceBusy, ClosedError
+    ///
+    /// Notes
+    /// -----
+    /// Of a sequence with more tokens than ``tenant.cut`` the oldest pages go that lie between the first page and those of its
+    /// last ``tenant.cut`` tokens, in groups that keep their pages, as in `compress`: full ones that it holds alone. Block tables
+    /// show 0 there, from the batch's next step on at the latest; positions stay as they are. Nobody finds these pages from the
+    /// plan's building on, nor what the sequence computes after it: that is not exact. It can't be truncated to the middle of
+    /// such a page. Recomputed, the sequence is whole again.
+    ///
+    /// Examples
+    /// --------
+    /// >>> pool = kvalloc.Pool(kvalloc.KVSpec.uniform(layers=4, kv_heads=2, head_dim=64), "64MiB")
+    /// >>> acme = pool.tenant("acme", cut=32)
+    /// >>> batch = pool.batch(max_sequences=1, max_tokens=512)
+    /// >>> seq = pool.open(acme, range(96))
+    /// >>> row, out = batch.add(seq), batch.step()
+    /// >>> batch.commit([7])
+    /// >>> before = acme.held
+    /// >>> with pool.cut(acme, "1MiB", batch=batch) as plan:
+    /// ...     [(victim.fate, victim.tokens) for victim in plan.victims], len(plan.moves)
+    /// ([('trimmed', 48)], 0)
+    /// >>> before - acme.held == plan.rungs["evict"], (seq.block_table() > 0).tolist()
+    /// (True, [True, False, False, False, True, True])
+    #[pyo3(signature = (tenant, bytes, *, batch = None, sessions = None, ttl = None, dry_run = None))]
+    #[pyo3(text_signature = "($self, tenant, bytes, *, batch=None, sessions=None, ttl=30.0, dry_run=False)")]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
+    fn cut(
+        &self,
+        py: Python<'_>,
+        tenant: &Bound<'_, PyAny>,
+        bytes: &Bound<'_, PyAny>,
+        batch: Option<&Bound<'_, PyAny>>,
+        sessions: Option<&Bound<'_, PyAny>>,
+        ttl: Option<&Bound<'_, PyAny>>,
+        dry_run: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Plan> {
+        self.owner.live()?;
+        let tenant = if tenant.is_none() { ROOT } else { self.owner.tenant(tenant, None)? };
+        let bytes = args::bytes(bytes)?;
+        let (ttl, dry) = (ttl_or(ttl)?, dry_or(dry_run)?);
+        let (batches, sessions) = (batches(batch)?, self::sessions(sessions)?);
+        self.plan(py, |core| {
+            let batches: Vec<&CoreBatch> = batches.iter().map(|b| &b.core).collect();
+            let from = From { batches: &batches, sessions: &sessions, who: For::Anybody };
+            core.cut(tenant, bytes, from, ttl, dry)
+        })
+    }
+
     /// Tell the pool how fast things are: for the estimates of plans, and for what restores sooner.
     ///
     /// Parameters

@@ -101,7 +101,8 @@ impl Pool {
     /// live : {None, "freeze", "preempt"}, optional
     ///     How its live sequences go on. None: they are not touched. "freeze": from now on no new request of the tenant is
     ///     taken, and those that run may grow to the length they were admitted for, until `Tenant.thaw`. "preempt": where
-    ///     cached pages are not enough some of them stop (`Pool.preempt`), and can be resumed.
+    ///     cached pages are not enough some of them stop (`Pool.preempt`), and can be resumed; where the host tier is full they
+    ///     are compressed or cut first, if that is allowed (`Pool.compress`, `Pool.cut`).
     /// batch : Batch or list of Batch, optional
     ///     With "preempt": whose rows may be taken.
     /// sessions : list of Sequence, optional
@@ -179,7 +180,7 @@ impl Pool {
     /// bytes : int or str
     ///     By how much its reserve grows. It shrinks by ``tenant.set(reserve=...)``; nothing gets lost on the way.
     /// live : {None, "preempt"}, optional
-    ///     "preempt": where others hold what is missing, some of their sequences stop. Default: they are not touched.
+    ///     "preempt": where others hold what is missing, their sequences give it as in `reclaim`. Default: they are not touched.
     /// batch, sessions, mode : optional
     ///     As in `reclaim`.
     /// max_moves : int, optional

@@ -185,7 +185,7 @@ impl Sequence {
     /// Returns
     /// -------
     /// numpy.ndarray
-    ///     int32 [pages]; 0 for pages that left the window. A page may move: a batch's own table is kept up to date, this is a
+    ///     int32 [pages]; 0 for pages that left the window or were cut. A page may move: a batch's own table is kept up to date, this is a
     ///     copy. While the sequence is suspended by swap, the frames of its private pages are those of the host tier.
     ///
     /// Raises

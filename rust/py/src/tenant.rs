@@ -1,5 +1,7 @@
 //! `kvalloc.Tenant` and `kvalloc.Usage`.
 
+use std::num::NonZeroU32;
+
 use kvalloc_core::{
     error::Bytes,
     ledger::{MAX_NAME, Policy, ROOT, Usage as CoreUsage},
@@ -65,6 +67,7 @@ pub(crate) struct Changes<'py> {
     pub(crate) pin_budget: Given<'py>,
     pub(crate) lend: Given<'py>,
     pub(crate) compress: Given<'py>,
+    pub(crate) cut: Given<'py>,
 }
 
 /// Units of so many bytes: reserves and budgets round up, limits down.
@@ -107,6 +110,13 @@ fn apply(owner: &Owner, policy: &mut Policy, changes: &Changes<'_>) -> PyResult<
     }
     if let Given(Some(value)) = &changes.compress {
         policy.compress = args::flag(value, "compress")?;
+    }
+    if let Given(Some(value)) = &changes.cut {
+        policy.cut = if value.is_none() {
+            None
+        } else {
+            NonZeroU32::new(args::number(value, "cut", 1, u32::MAX.into())? as u32)
+        };
     }
     if let Given(Some(value)) = &changes.publish {
         policy.publish = publish(owner, value)?;
@@ -341,6 +351,12 @@ impl Tenant {
         Ok(self.policy()?.compress)
     }
 
+    /// int or None : The last tokens that a context keeps when it is cut (`Pool.cut`); None: its contexts are never cut.
+    #[getter]
+    fn cut(&self) -> PyResult<Option<u32>> {
+        Ok(self.policy()?.cut.map(NonZeroU32::get))
+    }
+
     /// dict of str to (int or None) : Scopes it may publish into, and the most bytes charged there (None: no bound).
     #[getter]
     fn publish(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
@@ -356,7 +372,7 @@ impl Tenant {
     ///
     /// Parameters
     /// ----------
-    /// reserve, limit, weight, priority, publish, pin_budget, lend, compress : optional
+    /// reserve, limit, weight, priority, publish, pin_budget, lend, compress, cut : optional
     ///     As in `Pool.tenant`.
     /// parent : Tenant or str, optional
     ///     Only to check: a tenant can't move.
@@ -368,7 +384,7 @@ impl Tenant {
     #[pyo3(signature = (
         *, reserve = Given(None), limit = Given(None), weight = Given(None), priority = Given(None),
         parent = Given(None), publish = Given(None), pin_budget = Given(None), lend = Given(None),
-        compress = Given(None)
+        compress = Given(None), cut = Given(None)
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
     fn set(
@@ -382,10 +398,11 @@ impl Tenant {
         pin_budget: Given<'_>,
         lend: Given<'_>,
         compress: Given<'_>,
+        cut: Given<'_>,
     ) -> PyResult<()> {
         self.live()?;
         let changes =
-            Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend, compress };
+            Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend, compress, cut };
         change(&self.owner, self.id, &changes)
     }
 

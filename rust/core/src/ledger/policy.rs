@@ -5,12 +5,16 @@
 //! | the node lines of both tiers | reserve, limit, weight, priority, pin budget (tree.rs) |
 //! | `hashes` | hash of the name, 0: no tenant; dense, so that a search by name reads eight tenants a cache line |
 //! | `heads` | length of the name (0-7), LEND (8), COMPRESS (9), number of changes (10-63) |
+//! | `cuts` | tokens that a context keeps when it is cut, 0: it never is |
 //! | `names` | 16 words: the name's bytes |
 //! | `rights` | 8 [`UsageWord`]s: their limit is how many units may be charged to the ancestor at that depth; 0: no right to publish there |
 //!
 //! A name is read with `heads` before and after: whoever writes one sets the length to 0 first.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::{
+    hash::{DefaultHasher, Hash, Hasher},
+    num::NonZeroU32,
+};
 
 use crate::{
     ledger::{
@@ -50,6 +54,8 @@ pub struct Policy {
     pub lend: bool,
     /// Pages it pays for may go on in a smaller class: lossy and final.
     pub compress: bool,
+    /// A context may lose pages but for its first one and those of its last so many tokens: the model forgets. `None`: never.
+    pub cut: Option<NonZeroU32>,
     /// Ancestors the tenant may publish into, and how many units; `None`: as many as it likes.
     pub publish: Vec<(TenantId, Option<Units>)>,
     /// How many units it may pin, over both tiers.
@@ -65,6 +71,7 @@ impl Default for Policy {
             priority: 50,
             lend: false,
             compress: false,
+            cut: None,
             publish: Vec::new(),
             pin_budget: Units(0),
         }
@@ -84,6 +91,7 @@ pub(super) struct Tenants {
     heads: Words,
     names: Words,
     rights: Words,
+    cuts: Words,
     live: AtomicU64,
     max: u32,
     spare: Mutex<Spare>,
@@ -97,6 +105,7 @@ impl Tenants {
             heads: Words::zeroed(nodes),
             names: Words::zeroed(nodes * NAME_WORDS),
             rights: Words::zeroed(nodes * RIGHTS),
+            cuts: Words::zeroed(nodes),
             live: AtomicU64::new(0),
             max,
             spare: Mutex::new(Spare { next: 1, removed: Vec::new() }),
@@ -424,6 +433,7 @@ impl Ledger {
         for (bit, on) in [(LEND, policy.lend), (COMPRESS, policy.compress)] {
             let _ = if on { head.set(bit) } else { head.clear(bit) };
         }
+        self.tenants.cuts[tenant.as_usize()].put(policy.cut.map_or(0, |n| n.get().into()));
         for (depth, scope) in path.iter().rev().take(path.len() - 1).enumerate() {
             let right = policy.publish.iter().find(|(s, _)| s == scope);
             let limit = right.map_or(Units(0), |(_, units)| units.unwrap_or(NONE));
@@ -527,6 +537,7 @@ impl Ledger {
             priority,
             lend: self.lends(tenant),
             compress: self.may_compress(tenant),
+            cut: self.cut(tenant),
             publish: publish.collect(),
             pin_budget: self.books[0].tree.pin_budget(tenant),
         })
@@ -535,6 +546,11 @@ impl Ledger {
     /// Whether pages that `tenant` pays for may go on in a smaller class.
     pub fn may_compress(&self, tenant: TenantId) -> bool {
         self.tenants.heads.get(tenant.as_usize()).is_some_and(|head| head.get() & COMPRESS != 0)
+    }
+
+    /// The tokens that a context of `tenant` keeps at its end when it is cut; `None`: it is never cut.
+    pub fn cut(&self, tenant: TenantId) -> Option<NonZeroU32> {
+        self.tenants.cuts.get(tenant.as_usize()).and_then(|cut| NonZeroU32::new(cut.get() as u32))
     }
 
     /// Whether `tenant` may publish into `scope`, an ancestor, and up to how many units charged there; `None` inside: no

@@ -1,6 +1,6 @@
 //! Pages go on in a smaller class: lossy, and for good.
 //!
-//! What goes: pages of live sequences that are full and published, so that nothing is written to them any more, and that
+//! What goes: pages of live sequences that are full and published or settled, so that nothing is written to them any more, and that
 //! nobody else holds, pins or copies. Sequences in no batch first, then the longest; in each the oldest pages first. Groups
 //! whose pages leave by themselves (windows) and fixed states are let be. Cached pages are too: they cost nothing to give up.
 //!
@@ -11,26 +11,27 @@
 //!
 //! A compressed page is AWAY for the rest of its life: nobody finds it, so a hit never answers with lossy content, and a prompt
 //! that needs it computes it again. Whoever holds it goes on, and may fork it. It is never written to: a sequence can't be
-//! truncated to the middle of one ([`Body`] checks that, from its lease on).
+//! truncated to the middle of one ([`Body`] checks that, from its lease on). Nor does anybody find what its holder computes
+//! from it: sequence/loss.rs.
 //!
 //! The place in the smaller class is claimed and charged when the plan is built, so while it is open both are charged. Where
 //! there is no room for that, fewer pages go. The commit discharges the old place and retires its frame, which batches may
 //! still show; from their next step on their tables show `!frame`.
 //!
-//! Callers: the binding; reclaim.rs, where the host tier is full.
+//! Callers: the binding; cut.rs, for the ladder.
 
 #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
 mod tests;
 
-use std::{cmp::Reverse, sync::Arc};
+use std::{cmp::Reverse, ops::Range, sync::Arc};
 
-use super::{Build, Built, From, Wish};
+use super::{Build, Built, From, victims::Surplus};
 use crate::{
     error::Error,
     ledger::ROOT,
     plan::{Kind, Plan},
     pool::Pool,
-    sequence::{Body, State},
+    sequence::{Body, Sequence, State},
     word::{ClassId, GroupId, PageRef, TenantId, Tier, plan::MAX_MOVES},
 };
 
@@ -68,7 +69,7 @@ impl Pool {
         let lane = self.next_lane();
         let _op = self.enter(lane);
         let mut build = Build::new(self, lane, Plan::new(Kind::Compress, tenant, bytes), dry);
-        let back = build.compress_pages(tenant, bytes, from)?;
+        let back = build.compress_pages(tenant, bytes, from, &mut None)?;
         build.plan.shortfall = bytes.saturating_sub(back);
         Ok(build.open(ttl_ms))
     }
@@ -85,28 +86,46 @@ impl Pool {
     }
 
     /// The pages of a sequence that can be compressed, the oldest first.
-    fn cold_pages(&self, body: &Body, within: TenantId) -> Vec<PageRef> {
-        let may = |page: &PageRef| {
-            let (word, at, payer) =
-                (self.pages.read(page.id), self.pages.location(page.id), self.pages.payer(page.id));
-            let alone = word.refs() == 1 && word.pins() == 0 && word.is_indexed();
-            alone
-                && !word.is_away()
-                && !word.is_leased()
-                && !at.is_outside()
+    fn cold_pages(&self, body: &Body, within: TenantId) -> Vec<(u32, PageRef)> {
+        let small = |group| self.small_class(group).is_some();
+        let may = |page: PageRef| {
+            let payer = self.pages.payer(page.id);
+            self.is_alone(page)
+                && !self.pages.read(page.id).is_away()
                 && self.ledger.is_under(payer, within)
                 && self.ledger.may_compress(payer)
         };
-        let groups = (0..body.tables.len()).filter(|&g| self.small_class(GroupId(g as u8)).is_some());
-        let mut cold: Vec<_> = groups
+        self.settled_pages(body, 0..body.published, small, may)
+    }
+
+    /// Whether one holder alone has a page, and neither a pin, a plan nor an engine of its own keeps it where it is.
+    pub(super) fn is_alone(&self, page: PageRef) -> bool {
+        let word = self.pages.read(page.id);
+        word.refs() == 1
+            && word.pins() == 0
+            && !word.is_leased()
+            && !self.pages.location(page.id).is_outside()
+    }
+
+    /// The pages of a sequence in some groups, at some places that are written to no more, the oldest first.
+    pub(super) fn settled_pages(
+        &self,
+        body: &Body,
+        places: Range<u32>,
+        groups: impl Fn(GroupId) -> bool,
+        may: impl Fn(PageRef) -> bool,
+    ) -> Vec<(u32, PageRef)> {
+        let groups = (0..body.tables.len()).filter(|&g| groups(GroupId(g as u8)));
+        let mut found: Vec<_> = groups
             .flat_map(|g| {
                 let table = &body.tables[g];
-                let settled = table.pages.iter().enumerate().take(body.published as usize);
-                settled.skip(table.start as usize).filter(|(_, page)| may(page))
+                let first = places.start.max(table.start);
+                (first..places.end).map(|place| (place, table.pages[place as usize]))
             })
+            .filter(|&(_, page)| may(page))
             .collect();
-        cold.sort_by_key(|&(place, _)| place);
-        cold.into_iter().map(|(_, &page)| page).collect()
+        found.sort_by_key(|&(place, _)| place);
+        found
     }
 }
 
@@ -120,65 +139,74 @@ impl Build<'_> {
         tenant: TenantId,
         bytes: u64,
         from: From<'_>,
+        surplus: &mut Option<Surplus<'_>>,
+    ) -> Result<u64, Error> {
+        let pool = self.pool;
+        let cold = |_: &Self, body: &Body| pool.cold_pages(body, tenant).len();
+        let compress =
+            |build: &mut Self, _: &_, body: &mut Body, bytes| build.compress_of(body, tenant, bytes);
+        self.shrink_each(tenant, bytes, from, surplus, cold, compress)
+    }
+
+    /// Running sequences of the subtree of `tenant` give pages until `bytes` come back: those in no batch first, then those
+    /// that have the most to give. How many do.
+    ///
+    /// # Errors
+    /// A batch or a sequence of another pool.
+    pub(super) fn shrink_each(
+        &mut self,
+        tenant: TenantId,
+        bytes: u64,
+        from: From<'_>,
+        surplus: &mut Option<Surplus<'_>>,
+        has: impl Fn(&Self, &Body) -> usize,
+        mut give: impl FnMut(&mut Self, &Arc<Sequence>, &mut Body, u64) -> u64,
     ) -> Result<u64, Error> {
         let pool = self.pool;
         let mut queue: Vec<_> = self
             .listed(tenant, from)?
             .into_iter()
             .filter_map(|(sequence, batch)| {
-                let cold = sequence.visit(|_, body, _| match body.state(pool) {
-                    State::Running => pool.cold_pages(body, tenant).len(),
+                let has = sequence.visit(|_, body, _| match body.state(pool) {
+                    State::Running => has(self, body),
                     _ => 0,
                 });
                 // What is in use at this moment is passed by.
-                let cold = cold.ok().filter(|&n| n > 0)?;
-                Some(((batch.is_some(), Reverse(cold)), sequence))
+                let has = has.ok().filter(|&n| n > 0)?;
+                Some(((batch.is_some(), Reverse(has)), sequence))
             })
             .collect();
         queue.sort_by_key(|&(rank, _)| rank);
         let mut back = 0;
         for (_, sequence) in queue {
-            if back >= bytes {
-                break;
+            let owner = sequence.tenant();
+            let most = surplus.as_mut().map_or(u64::MAX, |surplus| surplus.of(owner));
+            let wanted = most.min(bytes - back);
+            if wanted == 0 {
+                continue;
             }
             // In one go with its lock, for what is leased must not become something that is written to.
             let got = sequence.visit(|_, body, _| match body.state(pool) {
-                State::Running => self.compress_of(body, tenant, bytes - back),
+                State::Running => give(self, &sequence, body, wanted),
                 _ => 0,
             });
-            back += got.unwrap_or(0);
+            let got = got.unwrap_or(0);
+            if let Some(surplus) = surplus {
+                surplus.take(owner, got);
+            }
+            back = bytes.min(back + got.min(most));
         }
-        self.plan.rungs.compress += back;
         Ok(back)
     }
 
-    /// Live sequences give bytes back: those whose pages could only be dropped, because the host tier is full, by going on with
-    /// less exact ones where that is allowed; then by stopping. How many do.
-    ///
-    /// # Errors
-    /// A batch or a sequence of another pool.
-    pub(crate) fn shrink_or_stop(
-        &mut self,
-        tenant: TenantId,
-        bytes: u64,
-        from: From<'_>,
-        wish: Wish,
-    ) -> Result<u64, Error> {
-        let mut back = 0;
-        if self.pool.host_is_full(tenant) {
-            back = self.compress_pages(tenant, bytes, from)?;
-        }
-        Ok(back + self.stop_victims(tenant, bytes.saturating_sub(back), from, wish)?)
-    }
-
     /// Of one sequence: the bytes that come back.
-    fn compress_of(&mut self, body: &Body, tenant: TenantId, bytes: u64) -> u64 {
+    fn compress_of(&mut self, body: &mut Body, tenant: TenantId, bytes: u64) -> u64 {
         let pool = self.pool;
         let small = |class: ClassId| pool.small_class(GroupId(class.0)).unwrap_or(class);
         let units = |class: ClassId| pool.classes[class.as_usize()].units;
         let mut cold = pool.cold_pages(body, tenant);
         let mut back = 0;
-        let wanted = cold.iter().take_while(|page| {
+        let wanted = cold.iter().take_while(|(_, page)| {
             let class = pool.pages.location(page.id).class();
             let more = back < bytes;
             back += if more { pool.bytes(units(class) - units(small(class))) } else { 0 };
@@ -188,13 +216,16 @@ impl Build<'_> {
         cold.truncate(wanted);
         let gain = |class: ClassId| pool.bytes(units(class) - units(small(class)));
         if self.dry {
-            let classes = || cold.iter().map(|page| pool.pages.location(page.id).class());
+            self.spoken.extend(cold.iter().map(|(_, page)| page.id));
+            let classes = || cold.iter().map(|(_, page)| pool.pages.location(page.id).class());
             self.plan.copied[0] += classes().map(|class| pool.bytes(units(class))).sum::<u64>();
-            return classes().map(gain).sum();
+            let back: u64 = classes().map(gain).sum();
+            self.plan.rungs.compress += back;
+            return back;
         }
         while !cold.is_empty() {
             let leased: Vec<_> =
-                cold.iter().filter_map(|&page| pool.lease_out(page).map(|at| (page, at))).collect();
+                cold.iter().filter_map(|&(_, page)| pool.lease_out(page).map(|at| (page, at))).collect();
             let Ok(moves) = pool.destinations(self.lane, Tier::Device, &leased, small) else {
                 // There is no room for as many beside what they are now.
                 cold.truncate(cold.len() / 2);
@@ -202,8 +233,10 @@ impl Build<'_> {
             };
             let from = || moves.iter().map(|m| m.from.class());
             self.plan.copied[0] += from().map(|class| pool.bytes(units(class))).sum::<u64>();
-            let back = from().map(gain).sum();
+            let back: u64 = from().map(gain).sum();
             self.plan.moves.extend(moves);
+            body.may_lose(cold[0].0);
+            self.plan.rungs.compress += back;
             return back;
         }
         0

@@ -112,7 +112,8 @@ impl OverUse {
 }
 
 /// Bytes that each node below a level has in demand beyond its reserve, less what goes already.
-struct Surplus<'a> {
+#[derive(Clone)]
+pub(crate) struct Surplus<'a> {
     pool: &'a Pool,
     level: TenantId,
     bytes: HashMap<TenantId, u64>,
@@ -129,14 +130,14 @@ impl<'a> Surplus<'a> {
     }
 
     /// How much of what a tenant gives up reaches the level.
-    fn of(&mut self, tenant: TenantId) -> u64 {
+    pub(super) fn of(&mut self, tenant: TenantId) -> u64 {
         let path = self.path(tenant);
         path.map(|at| *self.bytes.entry(at).or_insert_with(|| self.pool.beyond_reserve(at)))
             .min()
             .unwrap_or(u64::MAX)
     }
 
-    fn take(&mut self, tenant: TenantId, bytes: u64) {
+    pub(super) fn take(&mut self, tenant: TenantId, bytes: u64) {
         for at in self.path(tenant) {
             let left = self.bytes.entry(at).or_insert_with(|| self.pool.beyond_reserve(at));
             *left = left.saturating_sub(bytes);
@@ -172,13 +173,19 @@ impl Pool {
         let lane = self.next_lane();
         let _op = self.enter(lane);
         let mut build = Build::new(self, lane, Plan::new(Kind::Suspend, tenant, bytes), dry);
-        let back = build.stop_victims(tenant, bytes, from, wish)?;
+        let mut surplus = build.surplus(tenant, from);
+        let back = build.stop_victims(tenant, bytes, from, wish, &mut surplus)?;
         build.plan.shortfall = bytes.saturating_sub(back);
         Ok(build.open(ttl_ms))
     }
 }
 
-impl Build<'_> {
+impl<'a> Build<'a> {
+    /// When it is for a tenant: what reaches the level of `tenant`.
+    pub(super) fn surplus(&self, tenant: TenantId, from: From<'_>) -> Option<Surplus<'a>> {
+        from.who.tenant().map(|_| Surplus::new(self.pool, tenant))
+    }
+
     /// Stop sequences of the subtree of `tenant` until `bytes` come back: how many do.
     pub(crate) fn stop_victims(
         &mut self,
@@ -186,11 +193,11 @@ impl Build<'_> {
         bytes: u64,
         from: From<'_>,
         wish: Wish,
+        surplus: &mut Option<Surplus<'_>>,
     ) -> Result<u64, Error> {
         let mut candidates = self.candidates(tenant, from)?;
         let mut over: HashMap<TenantId, OverUse> =
             candidates.iter().map(|c| (c.tenant, self.over_use(c.tenant))).collect();
-        let mut surplus = from.who.tenant().map(|_| Surplus::new(self.pool, tenant));
         let mut back = 0;
         while back < bytes
             && let Some(first) =
@@ -209,7 +216,7 @@ impl Build<'_> {
             }
             let got = self.plan.rungs.sum() - before;
             back += got.min(most);
-            if let Some(surplus) = &mut surplus {
+            if let Some(surplus) = surplus {
                 surplus.take(chosen.tenant, got);
             }
             if let Some(over) = over.get_mut(&chosen.tenant) {
@@ -227,7 +234,8 @@ impl Build<'_> {
         for (sequence, batch) in self.listed(tenant, from)? {
             let owner = sequence.tenant();
             let seen = sequence.visit(|_, body, _| {
-                (body.state(pool) == State::Running).then(|| (body.born, pool.survey(body, tenant)))
+                (body.state(pool) == State::Running)
+                    .then(|| (body.born, pool.survey(body, tenant, &self.spoken)))
             });
             let Ok(Some((born, survey))) = seen else { continue };
             if batch.is_some() {

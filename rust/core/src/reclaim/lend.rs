@@ -8,7 +8,7 @@
 //!
 //! Reserves, lent ones too, never add up to more than the capacity, at any level: policies are refused else. So while a
 //! lender wants `n` more inside its reserve and is refused, others have `n` beyond *their* reserves. [`Pool::give_back`] takes
-//! these: cached pages that are in the way go, and others' sequences stop. Nobody inside his own reserve is touched.
+//! these: cached pages that are in the way go, and others' sequences give pages where that is allowed, or stop. Nobody inside his own reserve is touched.
 //!
 //! What fits at once is kept for the lender from the plan's building on, the rest from its commit on, and until
 //! [`Pool::lend_unused`]. So what was asked for is there after one plan, if the call was given the batches and sessions in
@@ -108,7 +108,7 @@ impl Pool {
             build.endings.push(Box::new(Recall { tenant, kept, before }));
         }
         self.clear_reserves(&mut build, tenant, units);
-        let waits = !build.plan.victims.is_empty();
+        let waits = !build.plan.victims.is_empty() || !build.plan.moves.is_empty();
         let built = build.open(ttl_ms);
         if !dry && !waits {
             self.commit_plan(&built.0)?;
@@ -143,12 +143,7 @@ impl Pool {
         wish: Wish,
     ) -> Result<(), Error> {
         let (tenant, asked) = (build.plan.tenant, build.plan.asked);
-        // Ask first: a row that was taken can't be put back.
-        let mut ask = Build::new(self, build.lane(), Plan::new(Kind::GiveBack, tenant, short), true);
-        let mut back = ask.stop_victims(level, short, from, wish)?;
-        if back >= short {
-            back = build.stop_victims(level, short, from, wish)?;
-        }
+        let back = build.shrink_or_stop(level, short, from, wish, true)?;
         if back < short {
             let text = "others hold them in what can't be stopped, or was not given to this call";
             return Err(self.not_given(tenant, asked, short - back, text));

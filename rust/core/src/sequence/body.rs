@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::{
     Counts, MOST_ROOM,
+    loss::Full,
     suspend::{Passage, State},
 };
 use crate::{
@@ -20,7 +21,8 @@ use crate::{
     sync::Atom,
     word::{GroupId, Lane, PageRef, TenantId},
 };
-/// The pages of one layer group. Entries before `start` have been released (they left the window).
+/// The pages of one layer group. Entries before `start` have been released (they left the window), and so have those that are
+/// [`gone`](crate::page::Pages::gone).
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Table {
     pub(crate) start: u32,
@@ -54,10 +56,10 @@ pub(crate) struct Body {
     pub(crate) prompt: u32,
     pub(crate) cached: u32,
     pub(crate) tables: Vec<Table>,
-    /// Pages published or hit, per group and place.
+    /// Pages published, hit or settled (loss.rs), per group and place.
     pub(crate) published: u32,
     /// The keys of the last published pages, the newest last; the root's below them all.
-    keys: Vec<ChainKey>,
+    pub(super) keys: Vec<ChainKey>,
     pub(super) root: ChainKey,
     /// What the next page continues; `None`: nothing more is published.
     parent: Option<Parent>,
@@ -83,6 +85,8 @@ pub(crate) struct Body {
     pub(super) passage: Option<Arc<Passage>>,
     /// Some of its tokens are not known.
     pub(crate) blind: bool,
+    /// The first page that may be less exact than it was written (loss.rs).
+    pub(super) lossy: Option<u32>,
     /// Sequences that are older have a smaller number.
     pub(crate) born: u64,
 }
@@ -130,6 +134,7 @@ impl Body {
             stand: State::Running,
             passage: None,
             blind: false,
+            lossy: None,
             born: 0,
         };
         body.begin(pool, hit, room);
@@ -145,6 +150,7 @@ impl Body {
         (self.slots, self.written, self.published) = (self.cached, self.cached, hit.pages);
         self.keys = hit.keys[hit.keys.len().saturating_sub(KEPT_KEYS)..].to_vec();
         self.parent = Some(hit.parent);
+        self.lossy = None;
         let tables = hit.tables.into_iter().enumerate().map(|(g, (start, mut pages))| {
             let start = if state(g) { 0 } else { start };
             let dead = PageRef::from_bits(0);
@@ -228,6 +234,9 @@ impl Body {
             for page in self.tables.iter().flat_map(Table::live) {
                 let payer = pool.pages.payer(page.id);
                 let units = u64::from(pool.units_of(page.id));
+                if units == 0 {
+                    continue;
+                }
                 match need.iter_mut().find(|n| n.0 == payer) {
                     Some(sum) => sum.1 += units,
                     None => need.push((payer, units)),
@@ -445,6 +454,17 @@ impl Body {
     pub(crate) fn publish(&mut self, pool: &Pool, lane: Lane, scratch: &mut Scratch) {
         let page_tokens = pool.spec.page_tokens();
         let end = self.written.min(self.known()) / page_tokens;
+        if self.published >= end || self.parent.is_none() {
+            return;
+        }
+        match self.full(pool) {
+            Full::Publish => {}
+            Full::Settle => {
+                self.settle(pool, end);
+                return self.drop_gone(pool, scratch);
+            }
+            Full::Wait => return,
+        }
         let first_group = pool.spec.anchor().unwrap_or(GroupId(0));
         let mut keys = std::mem::take(&mut scratch.keys);
         while self.published < end && self.parent.is_some() {
@@ -555,6 +575,7 @@ impl Body {
             || self.slots != self.written
             || !self.written.is_multiple_of(page_tokens)
             || self.published != self.written / page_tokens
+            || self.full(pool) != Full::Publish
         {
             return false;
         }
@@ -642,19 +663,20 @@ impl Body {
         Ok(())
     }
 
-    /// What comes behind the first `n` tokens is written into the page they end in: not if that is compressed, or about to be.
+    /// What comes behind the first `n` tokens is written into the page they end in: not if that is compressed or cut, or about
+    /// to be.
     fn check_writable(&self, pool: &Pool, n: u32) -> Result<(), Error> {
         let page_tokens = pool.spec.page_tokens();
         let at = n / page_tokens;
         let small = |(g, table): (usize, &Table)| {
             let page = table.pages.get(at as usize).filter(|_| at >= table.start);
-            !pool.is_state(GroupId(g as u8)) && page.is_some_and(|page| pool.pages.read(page.id).is_away())
+            !pool.is_state(GroupId(g as u8)) && page.is_some_and(|page| pool.is_fixed(*page))
         };
         if n.is_multiple_of(page_tokens) || n >= self.slots || !self.tables.iter().enumerate().any(small) {
             return Ok(());
         }
         Err(Error::Argument(format!(
-            "can't truncate to {n} tokens: page {at} is compressed, or a plan is about to, and can't be written on; \
+            "can't truncate to {n} tokens: page {at} is compressed or cut, or a plan is about to, and can't be written on; \
              truncate to {} tokens and compute the rest again",
             at * page_tokens
         )))
@@ -678,6 +700,7 @@ impl Body {
         let key = *self.keys.last().unwrap_or(&self.root);
         self.parent = match (page.checked_sub(1), pool.spec.anchor()) {
             (Some(last), Some(group)) => {
+                // (One that was cut leads nowhere, and nothing is published behind it.)
                 let at = self.tables[group.as_usize()].pages[last as usize];
                 Some(Parent::Page { at, prefix: pool.pages.prefix(at.id) })
             }
@@ -710,7 +733,7 @@ impl Body {
                 pool.let_go_reversed(self.lane, &shared, scratch);
                 return Err(Error::Argument(match pool.pages.read(live[n].id).is_leased() {
                     true => {
-                        "a plan compresses its pages, or moves compressed ones; commit or abort it, then fork"
+                        "a plan compresses or cuts its pages, or moves compressed ones; commit or abort it, then fork"
                             .into()
                     }
                     false => format!("a page can have at most {} references", crate::word::page::MAX_REFS),

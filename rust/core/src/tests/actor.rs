@@ -339,13 +339,13 @@ impl World {
         };
         let size = self.pool.classes[class.as_usize()].size;
         let kept = self.pool.quiescence.limbo().iter().any(|r| (r.size, r.frame) == (size, frame_then));
-        kept && self.device.same(group, old, frame)
+        kept && (frame.0 == 0 || self.device.same(group, old, frame))
     }
 
     /// The device computes `count` tokens of a row.
     fn run_row(&mut self, at: usize, row: usize, count: u32, sample: u8) -> Entry {
         let id = self.batches[at].rows[row];
-        let planned = self.planned(at, id);
+        let (planned, lossy) = (self.planned(at, id), self.is_lossy(id));
         let model = self.sequences.get_mut(&id).expect("it has a row");
         let (from, write) = (model.slots(), self.device.new_write());
         for position in from..from + count {
@@ -354,7 +354,9 @@ impl World {
                 self.unknown += 1;
                 self.unknown
             });
-            model.contents.push(device::next(model.content_before(position as usize), token));
+            let before = model.content_before(position as usize);
+            let before = if lossy { device::lossy(before) } else { before };
+            model.contents.push(device::next(before, token));
         }
         let end = model.contents.last().copied().unwrap_or_default();
         // The same content is followed by the same tokens as a rule, so that generated tokens are hit as well.
@@ -382,7 +384,8 @@ impl World {
                 _ => 0,
             };
             if count > 0 {
-                for position in attended..from {
+                let there = |position: &u32| frame(position / PAGE).0 != 0;
+                for position in (attended..from).filter(there) {
                     let slot = self.device.read(group, frame(position / PAGE), position % PAGE);
                     let content = Some(model.contents[position as usize]);
                     assert_eq!(slot.map(|s| s.0), content, "row {row} attends to {position} in {group}");
@@ -433,7 +436,7 @@ impl World {
 
     pub(super) fn truncate(&mut self, id: u64, n: u32) {
         let full = self.all_grow();
-        // A page that is compressed, or about to be, is not written on.
+        // A page that is compressed or cut, or about to be, is not written on.
         let inside = !n.is_multiple_of(PAGE) && n < self.sequences[&id].slots();
         let small = inside && self.settles(id, |place| place == n / PAGE);
         let model = self.sequences.get_mut(&id).expect("picked");
@@ -495,13 +498,19 @@ impl World {
         }
     }
 
-    /// Whether a page of a sequence at such a place is compressed or about to be, so that nobody writes to it.
+    /// Whether a page of a sequence at such a place is compressed or cut, or about to be, so that nobody writes to it.
     fn settles(&self, id: u64, at: impl Fn(u32) -> bool) -> bool {
         self.groups().filter(|&group| !self.is_state(group)).any(|group| {
             let (start, pages) = self.sequences[&id].handle.pages(group).expect("nobody uses it");
-            (start..)
-                .zip(pages)
-                .any(|(place, (page, _))| at(place) && self.pool.pages.read(page.id).is_away())
+            (start..).zip(pages).any(|(place, (page, _))| at(place) && self.pool.is_fixed(page))
+        })
+    }
+
+    /// Whether a sequence attends to what is less exact than it was written.
+    fn is_lossy(&self, id: u64) -> bool {
+        self.groups().filter(|g| self.spec.groups()[g.as_usize()].kind.grows()).any(|group| {
+            let (_, pages) = self.sequences[&id].handle.pages(group).expect("nobody uses it");
+            pages.iter().any(|(page, _)| self.pool.is_lossy(self.pool.pages.location(page.id)))
         })
     }
 
@@ -521,7 +530,9 @@ impl World {
     pub(super) fn relocate(&mut self, id: u64, group: usize, n: usize) {
         let group = GroupId((group % self.spec.groups().len()) as u8);
         let (_, pages) = self.sequences[&id].handle.pages(group).expect("nobody uses it");
-        let Some(&(page, at)) = pages.get(n % pages.len().max(1)) else { return };
+        let Some(&(page, at)) = pages.get(n % pages.len().max(1)).filter(|(_, frame)| frame.0 != 0) else {
+            return;
+        };
         let (device, tier) = (&mut self.device, self.pool.tier_of(page.id));
         let moved = build::relocate(&self.pool, page, |from, to| {
             assert_eq!(from, at);

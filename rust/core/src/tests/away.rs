@@ -46,13 +46,14 @@ impl World {
         refs: HashMap<PageRef, u32>,
         promised: HashMap<TenantId, u32>,
     ) {
-        for m in &plan.moves {
+        for m in plan.moves.iter().filter(|m| !m.to.is_gone()) {
             let group = self.pool.classes[m.from.class().as_usize()].group;
             let (from, to) = (self.place(m.from), self.place(m.to));
             self.device.carry(group, from, to);
         }
         let mut parts = Vec::new();
-        for (victim, handle) in plan.victims.iter().zip(sequences) {
+        let stopped = plan.victims.iter().zip(sequences).filter(|(victim, _)| victim.fate != Fate::Trimmed);
+        for (victim, handle) in stopped {
             let (&id, model) =
                 self.sequences.iter_mut().find(|(_, m)| Arc::ptr_eq(&m.handle, &handle)).expect("it lives");
             assert_eq!((victim.sequence, victim.tenant), (handle.number(), model.tenant));
@@ -189,6 +190,37 @@ impl World {
                 self.hand_over(plan);
             }
             Err(e) => assert!(matches!(e, Error::Argument(_)), "{e}"),
+        }
+    }
+
+    /// Contexts lose old pages.
+    pub(super) fn cut(&mut self, tenant: usize, bytes: u64, which: usize) {
+        let tenant = self.tenants[tenant % self.tenants.len()];
+        let batches: Vec<&Batch> = self.batches.iter().map(|b| &b.batch).collect();
+        let batches = if which.is_multiple_of(3) { &[] } else { &batches[..] };
+        let idle = self.sequences.values().filter(|m| m.batch.is_none()).map(|m| Arc::clone(&m.handle));
+        let sessions: Vec<_> = if which.is_multiple_of(4) { Vec::new() } else { idle.collect() };
+        let from = From { batches, sessions: &sessions, who: For::Anybody };
+        let dry = self.pool.cut(tenant, bytes, from, TTL, true);
+        match self.pool.cut(tenant, bytes, from, TTL, false) {
+            Ok((plan, sequences)) => {
+                let dry = dry.expect("as the real one").0;
+                assert_eq!(
+                    (dry.rungs, dry.shortfall, dry.victims),
+                    (plan.rungs, plan.shortfall, plan.victims.clone())
+                );
+                assert_eq!(plan.shortfall, bytes.saturating_sub(plan.rungs.evict));
+                for m in &plan.moves {
+                    let word = self.pool.pages.read(m.page.id);
+                    assert!(word.is_away() && word.refs() == 1 && m.to.is_gone() && !m.from.is_gone());
+                }
+                for (victim, sequence) in plan.victims.iter().zip(&sequences) {
+                    assert_eq!((victim.fate, victim.sequence), (Fate::Trimmed, sequence.number()));
+                    assert!(self.pool.ledger().cut(victim.tenant).is_some());
+                }
+                self.hand_over(plan);
+            }
+            Err(e) => assert!(matches!(e, Error::Argument(_)) && dry.is_err(), "{e}"),
         }
     }
 

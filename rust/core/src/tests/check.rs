@@ -58,7 +58,7 @@ impl World {
                     start <= self.spec.first_needed(group, model.written),
                     "{group} lacks pages it needs"
                 );
-                for (place, (page, frame)) in (start..).zip(pages) {
+                for (place, (page, frame)) in (start..).zip(pages).filter(|(_, (_, frame))| frame.0 != 0) {
                     let read = |at| {
                         let slot = self.device.read_in(self.pool.tier_of(page.id), group, frame, at);
                         slot.map(|slot| slot.0)
@@ -90,6 +90,7 @@ impl World {
                 .collect::<Vec<_>>()
         });
         let sources = self.batches.iter().flat_map(|b| &b.outstanding).flat_map(|r| &r.sources).copied();
+        let tables = tables.filter(|&page| page != self.pool.pages.gone());
         for page in tables.chain(sources).chain(self.owned.iter().map(|o| o.page)) {
             *refs.entry(page).or_default() += 1;
         }

@@ -31,6 +31,11 @@ pub(super) fn next(before: Content, token: u32) -> Content {
     root(&(before, token))
 }
 
+/// What all tokens before are to one that attends to less exact ones.
+pub(super) fn lossy(before: Content) -> Content {
+    root(&("lossy", before))
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Cell {
     content: Content,

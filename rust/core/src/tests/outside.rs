@@ -1,5 +1,7 @@
 //! What others than schedulers do in the world of world.rs: pins, policies, time, resets, and the lower face.
 
+use std::num::NonZeroU32;
+
 use super::{
     build::PAGE,
     device::{self, Content},
@@ -65,6 +67,7 @@ impl World {
             pin_budget: Units(weight * 8),
             publish,
             compress: reserve.is_multiple_of(2),
+            cut: NonZeroU32::new(reserve % 4 * 3),
             ..Policy::default()
         };
         // Refused or not: the claims tell.
@@ -78,7 +81,14 @@ impl World {
         match self.pool.reset_prefix_cache() {
             Ok(_) => {
                 assert_eq!(used, 0);
-                assert_eq!(self.pool.audit().balance[0].cached, 0, "everything cached is dropped");
+                // (What a copy uses goes when its plan has ended.)
+                let leased = |id: &PageId| {
+                    let word = self.pool.pages.read(*id);
+                    word.is_cached() && word.is_leased()
+                };
+                let leased = (0..self.pool.max_pages()).map(PageId).filter(leased);
+                let left = leased.map(|id| self.pool.bytes(self.pool.units_of(id))).sum::<u64>();
+                assert_eq!(self.pool.audit().balance[0].cached, left, "everything cached is dropped");
                 self.resets += 1;
             }
             Err(e) => assert!(used > 0, "{e}"),

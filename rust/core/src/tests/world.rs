@@ -1,7 +1,7 @@
 //! A pool, and what the model knows of it: each sequence's tokens and counts, the steps that are not committed, and what the
 //! device holds. What is done with it is in actor.rs, away.rs and outside.rs, what must be true in check.rs.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, num::NonZeroU32, sync::Arc};
 
 use super::{
     away::Carried,
@@ -11,7 +11,7 @@ use super::{
 use crate::{
     batch::Batch,
     face::Pages,
-    ledger::Policy,
+    ledger::{Policy, ROOT},
     pins::PinId,
     pool::{Options, Pool},
     sequence::{Sequence, State},
@@ -125,11 +125,13 @@ impl World {
             publish: vec![(org, None)],
             pin_budget: Units(1000),
             compress: true,
+            cut: NonZeroU32::new(6),
             ..Policy::default()
         };
         let a = build::tenant(&pool, org, "a", &publish);
         let b = build::tenant(&pool, org, "b", &Policy { compress: true, ..Policy::default() });
-        let c = build::plain_tenant(&pool, "c");
+        let forgets = Policy { cut: NonZeroU32::new(1), ..Policy::default() };
+        let c = build::tenant(&pool, ROOT, "c", &forgets);
         let batches = (0..BATCHES).map(|_| Rows {
             batch: build::batch(&pool, ROWS, MOST),
             rows: Vec::new(),

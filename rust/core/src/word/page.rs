@@ -5,7 +5,7 @@
 //! | bits | field | meaning |
 //! | --- | --- | --- |
 //! | 0-16 | `refs` | references held by sequences, batches and callers of the lower face |
-//! | 17 | `AWAY` | off the device, in a smaller class than it was written in, or on its way there or back: nobody finds or pins it |
+//! | 17 | `AWAY` | off the device, in a smaller class than it was written in, cut, or on its way there or back: nobody finds or pins it |
 //! | 18-23 | `pins` | pins on the page |
 //! | 24 | `LIVE` | given out: in hands, in the index, or on its way out |
 //! | 25 | `INDEXED` | has a key and stands in the index: it may be shared |
@@ -34,8 +34,8 @@
 //! one content at most.
 //!
 //! A page goes AWAY in the hands of one holder alone, and nobody else can find it until it is back. It keeps its key and its
-//! children: what continues it is found again when it is back. Compression is final, so a compressed page never is; its holder
-//! may fork it, once its lease has ended. Without references an AWAY page is no use to anybody, and leaves as soon as nothing
+//! children: what continues it is found again when it is back. Compression and cuts are final, so such a page never is; its
+//! holder may fork it, once its lease has ended. Without references an AWAY page is no use to anybody, and leaves as soon as nothing
 //! continues it, QUEUED until then; no lease is taken on it any more.
 
 use super::{ClassId, FrameId, Generation, Tier};
@@ -444,7 +444,7 @@ impl std::fmt::Debug for PageWord {
 ///
 /// | bits | field |
 /// | --- | --- |
-/// | 0-31 | frame |
+/// | 0-31 | frame; 0: it is gone, and lies nowhere any more |
 /// | 32-39 | page class |
 /// | 40-41 | tier |
 /// | 42 | set in every location, so that 0 is "nowhere" |
@@ -468,6 +468,16 @@ impl Location {
     #[inline]
     pub const fn new(tier: Tier, class: ClassId, frame: FrameId) -> Self {
         Self(1 << 42 | (tier as u64) << 40 | (class.0 as u64) << 32 | frame.0 as u64)
+    }
+    /// In frame 0 of its class, where no page lies: it was cut, and holds no frame and no charge (preempt/cut.rs).
+    #[inline]
+    pub const fn gone(class: ClassId) -> Self {
+        Self::new(Tier::Device, class, FrameId(0))
+    }
+    /// Whether it was cut.
+    #[inline]
+    pub const fn is_gone(self) -> bool {
+        self.tier().is_some() && self.frame().0 == 0
     }
     /// The frame.
     #[inline]
@@ -510,6 +520,7 @@ impl std::fmt::Debug for Location {
         match self.tier() {
             Some(tier) => {
                 write!(f, "{tier:?}:{}:{}", self.class(), self.frame())?;
+                f.write_str(if self.is_gone() { " gone" } else { "" })?;
                 f.write_str(if self.is_open() { " open" } else { "" })?;
                 f.write_str(if self.is_outside() { " outside" } else { "" })
             }

@@ -236,3 +236,63 @@ fn the_ladder_compresses_where_the_host_tier_is_full_and_it_is_allowed() {
         green(&pool);
     }
 }
+
+/// The content of a page depends on all before it: what comes behind a compressed page is no more exact than that.
+#[test]
+fn what_is_computed_behind_a_compressed_page_is_never_hit() {
+    let pool = host_pool(small_spec(&[(Full, 2)]), 80, 0);
+    let (t, rows) = (allows(&pool, "t"), batch(&pool, 3, 96));
+    let long = 16 * PAGE;
+    let sequence = running(&pool, &rows, t, 0, long);
+    // A second copy of the last page, which both continue from the same one.
+    let fork = sequence.fork().expect("it runs");
+    fork.truncate(long - PAGE).expect("at an edge");
+    fork.extend(&(long - PAGE..long).collect::<Vec<_>>()).expect("known");
+    rows.add(&fork).expect("a row");
+    step(&rows);
+    rows.remove(&fork).expect("a row");
+    let plan = compress(&pool, t, 1, &rows);
+    assert_eq!(plan.moves.len(), 1, "all others are shared");
+    pool.commit_plan(&plan).expect("open");
+    for _ in 0..2 * PAGE {
+        step(&rows);
+    }
+    let all = sequence.tokens(0).expect("free");
+    let hit = |n: u32| {
+        let open = Open { tokens: all[..n as usize].to_vec(), ..Open::default() };
+        pool.open(t, open).expect("nothing is admitted").counts().expect("idle").cached
+    };
+    assert_eq!(hit(long + PAGE + 1), long, "exact ones, by way of the copy");
+    green(&pool);
+    // Back before it, all is exact again.
+    sequence.truncate(long - PAGE).expect("at an edge");
+    sequence.extend(&all[(long - PAGE) as usize..]).expect("known");
+    step(&rows);
+    assert_eq!(hit(long + PAGE + 1), long + PAGE);
+    for sequence in [&sequence, &fork] {
+        sequence.close().expect("free");
+    }
+    empty(&pool);
+}
+
+#[test]
+fn what_an_aborted_plan_held_back_is_published_after_it() {
+    let pool = host_pool(small_spec(&[(Full, 2)]), 40, 0);
+    let (t, rows) = (allows(&pool, "t"), batch(&pool, 3, 64));
+    let sequence = running(&pool, &rows, t, 0, 4 * PAGE);
+    let plan = compress(&pool, t, 1, &rows);
+    for _ in 0..PAGE {
+        step(&rows);
+    }
+    let all = sequence.tokens(0).expect("free");
+    let cached = || {
+        let open = Open { tokens: all.clone(), ..Open::default() };
+        pool.open(t, open).expect("nothing is admitted").counts().expect("idle").cached
+    };
+    assert_eq!(cached(), 0, "the first page is in its hands");
+    pool.abort_plan(&plan).expect("open");
+    step(&rows);
+    assert_eq!(cached(), 5 * PAGE);
+    sequence.close().expect("free");
+    empty(&pool);
+}
