@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["Archive"]
 
 _AT_ONCE = 64  # pages that are in host memory at one time
-_KEEPING = ("full", "latent")  # groups whose pages stay for as long as their sequence
 
 
 class Archive:
@@ -145,7 +144,7 @@ class Archive:
         for cls in self._classes:
             # Compressed pages (below 0) and cut ones (0) are not what their keys promise, nor is what was computed
             # behind them, in any group.
-            if self.store.spec.groups[cls].kind in _KEEPING:
+            if self.store.spec.groups[cls].grows:
                 lossy = np.flatnonzero(self._table(sequence, cls, full) <= 0)
                 full = int(lossy[0]) if lossy.size else full
         keys = list(self._keys(sequence, tokens, full, share, adapter, adapter_generation, extra_key))

@@ -229,7 +229,7 @@ class Replay:
                 "asked": size,
                 "bytes": plan.bytes,
                 "rungs": plan.rungs,
-                "victims": len(plan.victims),
+                "victims": sum(victim.fate != "trimmed" for victim in plan.victims),
                 "shortfall": plan.shortfall,
                 "shared": plan.shared,
                 "pinned": plan.pinned,

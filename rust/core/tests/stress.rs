@@ -10,6 +10,7 @@
 mod plans;
 
 use std::{
+    num::NonZeroU32,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -86,6 +87,8 @@ enum Kind {
     Suspend,
     Resume,
     Preempt,
+    Compress,
+    Cut,
     Rebalance,
     Reclaim,
     TopUp,
@@ -110,6 +113,8 @@ impl Kind {
         "suspend",
         "resume",
         "preempt",
+        "compress",
+        "cut",
         "rebalance",
         "reclaim",
         "top up",
@@ -137,8 +142,9 @@ fn group(name: &str, kind: GroupKind) -> GroupSpec {
     }
 }
 
-fn pool(groups: Vec<GroupSpec>, pages: u64) -> Arc<Pool> {
-    let spec = Spec::new(PAGE, groups, Layout::PageMajor, None).expect("a sound spec");
+fn pool(groups: Vec<GroupSpec>, small: bool, pages: u64) -> Arc<Pool> {
+    let small = small.then_some(Dtype::Fp8);
+    let spec = Spec::new(PAGE, groups, Layout::PageMajor, small).expect("a sound spec");
     let largest = spec.sizes().iter().max().expect("a page");
     let bytes = |pages: u64| (largest * (pages + 1)).next_multiple_of(spec.granule());
     let options = Options {
@@ -442,10 +448,10 @@ fn change(pool: &Arc<Pool>, tenant: TenantId, stop: &AtomicBool) {
     }
 }
 
-fn run(name: &str, groups: Vec<GroupSpec>, pages: u64, length: Length) -> u64 {
+fn run(name: &str, groups: Vec<GroupSpec>, small: bool, pages: u64, length: Length) -> u64 {
     let began = Instant::now();
     let Length { seed, workers, time, operations } = length;
-    let pool = pool(groups, pages);
+    let pool = pool(groups, small, pages);
     let tally = Arc::new(Tally::default());
     let mail: Arc<[AtomicU64]> = (0..6).map(|_| AtomicU64::new(0)).collect();
     let stop = Arc::new(AtomicBool::new(false));
@@ -462,6 +468,8 @@ fn run(name: &str, groups: Vec<GroupSpec>, pages: u64, length: Length) -> u64 {
                 limit: [(n % 2 == 0).then_some(Units(16)), None],
                 publish: vec![(org, (n % 3 == 0).then_some(Units(12)))],
                 pin_budget: Units(4),
+                compress: true,
+                cut: NonZeroU32::new(2 * PAGE),
                 ..Policy::default()
             };
             pool.ledger().create(org, &format!("t{n}"), &policy).expect("a tenant")
@@ -582,17 +590,18 @@ fn main() {
     let length = Length {
         seed: setting("KVALLOC_STRESS_SEED", 1),
         workers: setting("KVALLOC_STRESS_WORKERS", WORKERS).clamp(1, 10),
-        time: Duration::from_millis(setting("KVALLOC_STRESS_SECONDS", 20) * 1000 / 4),
-        operations: (operations > 0).then_some(operations.div_ceil(4)),
+        time: Duration::from_millis(setting("KVALLOC_STRESS_SECONDS", 20) * 1000 / 5),
+        operations: (operations > 0).then_some(operations.div_ceil(5)),
     };
     let of = |name: &str, kind, layers| GroupSpec { layers, ..group(name, kind) };
     let window = GroupKind::Window { tokens: 6 };
     let full = || group("full", GroupKind::Full);
-    let mut all = run("full", vec![full()], 40, length);
-    all += run("full and window", vec![full(), group("window", window)], 48, length);
-    all += run("full and state", vec![full(), group("state", GroupKind::State)], 48, length);
+    let mut all = run("full", vec![full()], false, 40, length);
+    all += run("full, compressed", vec![full()], true, 40, length);
+    all += run("full and window", vec![full(), group("window", window)], false, 48, length);
+    all += run("full and state", vec![full(), group("state", GroupKind::State)], false, 48, length);
     let sizes = vec![of("full", GroupKind::Full, 2), of("window", window, 1)];
-    all += run("full and smaller window", sizes, 40, length);
+    all += run("full and smaller window", sizes, false, 40, length);
     if operations > 0 {
         println!("{all} operations by {} threads; every audit was green", length.workers);
     }

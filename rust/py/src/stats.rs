@@ -154,6 +154,7 @@ stats! {
     expired_plans, PlansExpired, "Plans whose time was over before somebody ended them (times).";
     late_reports, LateReports, "Commits and aborts of a plan that had ended: ignored (times).";
     moved_pages, PagesMoved, "Pages that plans moved to another frame (pages).";
+    cut_pages, PagesCut, "Pages that contexts lost for good (pages).";
     dropped_moves, MovesDropped, "Pages that a committed plan left where they were (pages).";
     written_events, EventsWritten, "KV events that got a sequence number (times).";
     dropped_events, EventsDropped, "KV events that no reader will get, because the ring was full or their writer stopped (times).";

@@ -14,7 +14,7 @@ use crate::{
     arrays::Shape,
     batch::Copy,
     frame::{BatchSlot, Entered, FrameError},
-    pool::Pool,
+    pool::{Pool, Scratch},
     stats::Counter,
     word::{
         GroupId, Tier,
@@ -165,9 +165,15 @@ impl Inner {
         pages: std::ops::Range<usize>,
         all: bool,
     ) -> usize {
+        let mut dropped = false;
         for at in pages.clone() {
             let page = self.rows[row].body.tables[group.as_usize()].pages[at];
             let mut location = pool.pages.location(page.id);
+            if location.is_gone() && page != pool.pages.gone() && !dropped {
+                // Not the step's own scratch: it may have claimed what it needs.
+                self.rows[row].body.drop_gone(pool, &mut Scratch::default());
+                dropped = true;
+            }
             if location.is_open() && pool.is_draining(location) {
                 if self.step.copies.len() >= COPIES && !all {
                     return at;

@@ -1,5 +1,5 @@
-//! Loom and shuttle: one page of a whole pool between a hit, a release, an eviction and a move to the host tier or to a smaller
-//! class. Whatever the order of their accesses, it is in one hand, and the ledger knows in which.
+//! Loom and shuttle: one page of a whole pool between a hit, a release, an eviction and a move to the host tier, to a smaller
+//! class or to nowhere. Whatever the order of their accesses, it is in one hand, and the ledger knows in which.
 
 use std::sync::Arc;
 
@@ -333,4 +333,81 @@ fn a_release_beside_the_end_of_a_compression() {
             assert!(word.is_cached() || done, "what came to nothing can be hit");
         });
     }
+}
+
+/// A plan that cuts the page has leased it. `None`: it can't be cut.
+fn cut(pool: &Pool, tenant: TenantId, page: PageRef) -> Option<Move> {
+    let from = pool.lease_out(page)?;
+    Some(Move { page, from, to: Location::gone(from.class()), payer: tenant })
+}
+
+/// The page holds its frame and is charged, or neither.
+fn check_cut(pool: &Pool, tenant: TenantId, page: PageRef) {
+    pool.quiescence.drain(&pool.arenas);
+    let (word, at) = (pool.pages.read(page.id), pool.pages.location(page.id));
+    let there = !word.is_free() && !at.is_gone();
+    let usage = pool.ledger.usage(Tier::Device, tenant);
+    let expected = (u32::from(there && word.is_held()), u32::from(there && word.is_cached()));
+    assert_eq!((usage.held, usage.cached), (Units(expected.0), Units(expected.1)), "{word:?} {at:?}");
+    assert_eq!(there, pool.arena(Tier::Device).free_bytes() == 0, "{word:?} {at:?}");
+    assert_eq!(word.is_free(), !pool.slots.is_allocated(page.id));
+    assert_eq!(word.is_indexed(), pool.index.lists(7, page.id));
+    assert_eq!(at.is_gone(), !word.is_free() && word.is_away(), "{word:?} {at:?}");
+    assert_eq!(pool.arena(Tier::Device).faults() + pool.ledger.faults() + pool.slots.faults(), 0);
+}
+
+#[test]
+fn a_release_beside_the_end_of_a_cut() {
+    for done in [true, false] {
+        model(move || {
+            let (pool, tenant, page) = pool();
+            let way = cut(&pool, tenant, page).expect("held once");
+            let other = {
+                let pool = Arc::clone(&pool);
+                thread::spawn(move || release(&pool, page))
+            };
+            let moved = pool.end_move(LANE, &way, done);
+            assert_eq!(other.join().expect("no panic"), 0);
+            check_cut(&pool, tenant, page);
+            // Let go before the end, it is as before and can be hit; after it nothing is left.
+            let word = pool.pages.read(page.id);
+            assert_eq!((word.is_free(), word.is_cached()), (moved, !moved));
+        });
+    }
+}
+
+#[test]
+fn a_hit_beside_a_cut() {
+    model(|| {
+        let (pool, tenant, page) = pool();
+        let other = {
+            let pool = Arc::clone(&pool);
+            thread::spawn(move || pool.hold(Lane(1), &[page]).0 == 1)
+        };
+        let way = cut(&pool, tenant, page);
+        let moved = way.is_some_and(|way| pool.end_move(LANE, &way, true));
+        let hit = other.join().expect("no panic");
+        assert!(hit != moved, "one of the two");
+        check_cut(&pool, tenant, page);
+    });
+}
+
+/// A fork, by whoever holds the page.
+#[test]
+fn a_second_reference_beside_the_end_of_a_cut() {
+    model(|| {
+        let (pool, tenant, page) = pool();
+        let way = cut(&pool, tenant, page).expect("held once");
+        let other = {
+            let pool = Arc::clone(&pool);
+            thread::spawn(move || pool.hold_again(std::iter::once(page)) == 1)
+        };
+        assert!(pool.end_move(LANE, &way, true));
+        // It shares the page when that has gone, and is refused before.
+        let shared = other.join().expect("no panic");
+        check_cut(&pool, tenant, page);
+        assert_eq!(pool.pages.read(page.id).refs(), 1 + u32::from(shared));
+        (0..=u32::from(shared)).for_each(|_| assert_eq!(release(&pool, page), 0));
+        check_cut(&pool, tenant, page);
+    });
 }

@@ -32,8 +32,8 @@ use crate::{
     error::Error,
     ledger::ROOT,
     plan::{Ending, Fate, Kind, Move, Plan, Victim},
-    pool::Pool,
-    sequence::{Body, Sequence},
+    pool::{Pool, Scratch},
+    sequence::{Body, Place, Sequence, try_lock},
     word::{
         PageRef, TenantId, Tier,
         page::Location,
@@ -41,14 +41,19 @@ use crate::{
     },
 };
 
-/// A sequence that loses pages: their numbers go back, if nobody is using it at that moment; else with its next full page.
+/// A sequence that loses pages. Their numbers go back at once if it stands in no batch and nobody is using it at that moment;
+/// in a batch with its next step, for which nobody else takes the batch's lock.
 #[derive(Debug)]
 struct Cutting(Weak<Sequence>);
 
 impl Ending for Cutting {
-    fn settle(&mut self, _: &Pool, _: State) {
-        if let Some(sequence) = self.0.upgrade() {
-            let _ = sequence.visit(|pool, body, scratch| body.drop_gone(pool, scratch));
+    fn settle(&mut self, pool: &Pool, state: State) {
+        if state == State::Committed
+            && let Some(sequence) = self.0.upgrade()
+            && let Ok(mut place) = try_lock(&sequence.place, "the sequence")
+            && let Place::Idle(body) = &mut *place
+        {
+            body.drop_gone(pool, &mut Scratch::default());
         }
     }
 }

@@ -716,6 +716,8 @@ impl Body {
                 self.slots
             )));
         }
+        // What both hold can't be unlisted any more.
+        self.drop_gone(pool, scratch);
         let mut shared: Vec<PageRef> = Vec::new();
         let mut tables = self.tables.clone();
         for (g, table) in tables.iter_mut().enumerate() {

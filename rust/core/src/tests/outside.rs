@@ -1,6 +1,6 @@
 //! What others than schedulers do in the world of world.rs: pins, policies, time, resets, and the lower face.
 
-use std::num::NonZeroU32;
+use std::{collections::HashSet, num::NonZeroU32};
 
 use super::{
     build::PAGE,
@@ -81,13 +81,15 @@ impl World {
         match self.pool.reset_prefix_cache() {
             Ok(_) => {
                 assert_eq!(used, 0);
-                // (What a copy uses goes when its plan has ended.)
-                let leased = |id: &PageId| {
-                    let word = self.pool.pages.read(*id);
-                    word.is_cached() && word.is_leased()
-                };
-                let leased = (0..self.pool.max_pages()).map(PageId).filter(leased);
-                let left = leased.map(|id| self.pool.bytes(self.pool.units_of(id))).sum::<u64>();
+                // What a copy uses, and what that continues, goes when its plan has ended.
+                let pages = &self.pool.pages;
+                let ids = (0..self.pool.max_pages()).map(PageId);
+                let leased = ids.filter(|&id| pages.read(id).is_leased());
+                let chain =
+                    |id| std::iter::successors(Some(id), |&at| page_before(pages, at).map(|page| page.id));
+                let kept: HashSet<_> =
+                    leased.flat_map(chain).filter(|&id| pages.read(id).is_cached()).collect();
+                let left = kept.iter().map(|&id| self.pool.bytes(self.pool.units_of(id))).sum::<u64>();
                 assert_eq!(self.pool.audit().balance[0].cached, left, "everything cached is dropped");
                 self.resets += 1;
             }

@@ -6,7 +6,7 @@ use std::sync::{Arc, atomic::Ordering};
 use kvalloc_core::{
     error::Error,
     ledger::Policy,
-    plan::{Plan, Progress},
+    plan::{Fate, Plan, Progress},
     pool::Pool,
     preempt::{Built, For, From, Wish},
     reclaim::Live,
@@ -24,7 +24,7 @@ const AWAY: usize = 6;
 impl Worker {
     /// Something with plans.
     pub(super) fn plan(&mut self) {
-        match self.dice.roll(20) {
+        match self.dice.roll(24) {
             0..3 => self.suspend(),
             3..6 => self.resume(),
             6 => self.preempt(),
@@ -35,7 +35,9 @@ impl Worker {
             12..17 => self.commit_plan(),
             17 => self.abort_plan(),
             18 => self.close_away(),
-            _ => self.look_after(),
+            19 => self.look_after(),
+            20..22 => self.shrink(true),
+            _ => self.shrink(false),
         }
     }
 
@@ -47,10 +49,12 @@ impl Worker {
         [Wish::Auto, Wish::Swap, Wish::Recompute, Wish::SwapOnly][self.dice.roll(4) as usize]
     }
 
-    /// A plan that is open, or was carried out at once.
+    /// A plan that is open, or was carried out at once. Sequences that lose pages go on.
     fn keep(&mut self, (plan, sequences): Built) {
-        self.running.retain(|mine| !sequences.iter().any(|gone| Arc::ptr_eq(mine, gone)));
-        for sequence in sequences {
+        let stops = plan.victims.iter().map(|victim| victim.fate != Fate::Trimmed);
+        let stopped: Vec<_> = sequences.iter().zip(stops).filter(|(_, stops)| *stops).map(|s| s.0).collect();
+        self.running.retain(|mine| !stopped.iter().any(|gone| Arc::ptr_eq(mine, gone)));
+        for sequence in stopped.into_iter().map(Arc::clone) {
             if !self.away.iter().any(|away| Arc::ptr_eq(away, &sequence)) {
                 self.away.push(sequence);
             }
@@ -111,6 +115,27 @@ impl Worker {
 
     fn page_bytes(&self) -> u64 {
         self.pool.spec().sizes()[0]
+    }
+
+    /// Pages of sequences that go on are cut or go on in a smaller class, and so do those of suspended ones that are back.
+    fn shrink(&mut self, cut: bool) {
+        if self.plans.len() >= OPEN {
+            return;
+        }
+        self.did(if cut { Kind::Cut } else { Kind::Compress });
+        let (ttl, dry) = (self.ttl(), self.dice.roll(8) == 0);
+        let bytes = self.dice.roll(8) * self.page_bytes();
+        let from = From { batches: &[&self.batch], sessions: &self.away, who: For::Anybody };
+        let built = match cut {
+            true => self.pool.cut(self.tenant, bytes, from, ttl, dry),
+            false => self.pool.compress(self.tenant, bytes, from, ttl, dry),
+        };
+        match built {
+            Ok((plan, sequences)) => self.keep((plan, if dry { Vec::new() } else { sequences })),
+            // There is no smaller class.
+            Err(Error::Argument(_)) if !cut => {}
+            Err(e) => panic!("{e}"),
+        }
     }
 
     fn rebalance(&mut self) {

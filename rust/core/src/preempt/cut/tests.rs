@@ -132,7 +132,10 @@ fn a_context_without_end_needs_no_more_pages_than_it_keeps() {
         step(&rows);
     }
     green(&pool);
-    assert!(pool.slots.allocated() <= 4, "numbers of pages go back too");
+    // The last page to go gives its number back with a step that looks at its place.
+    let kept = table(&sequence).iter().filter(|&&frame| frame != 0).count();
+    let numbers = pool.slots.allocated() as usize;
+    assert!(numbers <= kept + 1, "{numbers} for {kept}");
     sequence.close().expect("free");
     empty(&pool);
 }

@@ -1,10 +1,13 @@
 //! Plans beside others on the whole pool: whatever is moved, evicted, topped up or brought back, every row that decodes finds
 //! its pages, nobody is refused what is there, and the end of each plan is one.
 
+use std::num::NonZeroU32;
+
 use super::*;
 use crate::{
     plan::Fault,
     reclaim::Live,
+    tests::build::small_spec,
     word::{ClassId, FrameId, PageId},
 };
 
@@ -213,6 +216,84 @@ fn a_swap_beside_decode() {
             drop((mine, sequence));
             empty(&pool);
         });
+    }
+}
+
+/// What the holder of pages does while a plan compresses or cuts them.
+#[derive(Clone, Copy, Debug)]
+enum Act {
+    Decode,
+    Fork,
+    Truncate,
+    Close,
+}
+
+/// Pages of a sequence go on in a smaller class, or go, while its holder does something and others look for what it has.
+fn lose_pages_beside(act: Act, cut: bool, how: u8) {
+    check(move || {
+        let spec = if cut { spec(&[(Full, 1)]) } else { small_spec(&[(Full, 1)]) };
+        let pool = pool(spec, 12);
+        let policy = Policy { compress: true, cut: NonZeroU32::new(2), ..Policy::default() };
+        let t = tenant(&pool, ROOT, "t", &policy);
+        let (mine, long) = (batch(&pool, 2, 32), 4 * PAGE + 1);
+        let sequence = open(&pool, t, 0..long);
+        mine.add(&sequence).expect("a row");
+        assert!(!run(&mine, 1).1);
+        let session = Arc::clone(&sequence);
+        mine.remove(&sequence).expect("a row");
+        let other = spawn(&pool, move |pool| {
+            let from = From { batches: &[], sessions: &[session], who: For::Anybody };
+            let built = match cut {
+                true => pool.cut(t, u64::MAX >> 1, from, 1000, false),
+                false => pool.compress(t, u64::MAX >> 1, from, 1000, false),
+            };
+            end(pool, &built.expect("allowed").0, how);
+            // Whoever finds something finds what was computed from all before it.
+            let twin = open(pool, t, 0..long);
+            assert_true(&twin, &(0..long).collect::<Vec<_>>());
+            twin.close().expect("nobody else uses it");
+        });
+        let busy = |e: &Error| matches!(e, Error::Busy(_) | Error::Argument(_));
+        match act {
+            Act::Decode => {
+                if mine.add(&sequence).is_ok() {
+                    for _ in 0..PAGE {
+                        assert!(!run(&mine, 1).1, "there is room");
+                    }
+                    mine.remove(&sequence).expect("a row");
+                }
+            }
+            Act::Fork => match sequence.fork() {
+                Ok(fork) => fork.close().expect("nobody else uses it"),
+                Err(e) => assert!(busy(&e), "{e}"),
+            },
+            Act::Truncate => match sequence.truncate(2 * PAGE) {
+                Ok(()) => {}
+                Err(e) => assert!(busy(&e), "{e}"),
+            },
+            Act::Close => match sequence.close() {
+                Ok(()) => {}
+                Err(e) => assert!(busy(&e), "{e}"),
+            },
+        }
+        done(other);
+        drop((mine, sequence));
+        pool.advance(2000).expect("a manual clock");
+        empty(&pool);
+    });
+}
+
+#[test]
+fn a_cut_beside_what_its_holder_does() {
+    for act in [Act::Decode, Act::Fork, Act::Truncate, Act::Close] {
+        (0..3).for_each(|how| lose_pages_beside(act, true, how));
+    }
+}
+
+#[test]
+fn a_compression_beside_what_its_holder_does() {
+    for act in [Act::Decode, Act::Fork, Act::Truncate, Act::Close] {
+        (0..3).for_each(|how| lose_pages_beside(act, false, how));
     }
 }
 
