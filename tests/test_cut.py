@@ -49,7 +49,7 @@ def side(**options) -> Side:
 
 
 def expected(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Attention of one token over the tokens that are there: q [heads, dim], k and v [tokens, kv heads, dim]."""
+    """Attention of one token over those that are there: q [heads, dim], k and v [tokens, kv heads, dim]."""
     each = HEADS // KV_HEADS
     k, v = (np.repeat(x, each, axis=1).astype(np.float64) for x in (k, v))
     scores = np.einsum("hd,thd->ht", q, k) * DIM**-0.5
@@ -210,7 +210,7 @@ def test_what_a_cut_sequence_computes_is_not_archived(tmp_path):
 
 @pytest.mark.skipif(
     "given up" not in (steps.__doc__ or ""),
-    reason="the stores refuse block tables without pages in the middle",
+    reason="the stores refuse tables without pages in the middle",
 )
 def test_attention_is_over_what_is_left():
     here = Side(length=6 * TOKENS + 5)

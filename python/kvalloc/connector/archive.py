@@ -132,8 +132,8 @@ class Archive:
 
         Notes
         -----
-        Another thread may move pages meanwhile, by a rebalance or a suspension: those are left out. So is all from the
-        first page on that was compressed or cut: what is computed behind it is not exact.
+        Another thread may move pages meanwhile, by a rebalance or a suspension: those are left out. So is all
+        from the first page on that was compressed or cut: what is computed behind it is not exact.
         """
         if sequence.state != "running":
             raise InvalidArgument(
@@ -142,8 +142,8 @@ class Archive:
         tokens, size = sequence.tokens, self.store.spec.page_tokens
         full = min(sequence.num_written, sequence.num_told) // size
         for cls in self._classes:
-            # Compressed pages (below 0) and cut ones (0) are not what their keys promise, nor is what was computed
-            # behind them, in any group.
+            # Compressed pages (below 0) and cut ones (0) are not what their keys promise, nor is what was
+            # computed behind them, in any group.
             if self.store.spec.groups[cls].grows:
                 lossy = np.flatnonzero(self._table(sequence, cls, full) <= 0)
                 full = int(lossy[0]) if lossy.size else full
