@@ -149,13 +149,20 @@ impl World {
         let idle = self.sequences.values().filter(|m| m.batch.is_none()).map(|m| Arc::clone(&m.handle));
         let sessions: Vec<_> = if which.is_multiple_of(5) { Vec::new() } else { idle.collect() };
         let from = From { batches, sessions: &sessions, who: For::Anybody };
-        let dry = self.pool.preempt(tenant, bytes, from, wish, TTL, true).expect("sound");
-        let built = self.pool.preempt(tenant, bytes, from, wish, TTL, false).expect("sound");
+        // By stopping alone, or down the whole ladder.
+        let ask = |dry| match which.is_multiple_of(7) {
+            true => self.pool.reclaim(tenant, bytes, Live::Preempt(from, wish), TTL, dry).expect("sound"),
+            false => self.pool.preempt(tenant, bytes, from, wish, TTL, dry).expect("sound"),
+        };
+        let (dry, built) = (ask(true), ask(false));
         assert!(dry.0.is_dry() && dry.0.moves.is_empty());
         assert_eq!(built.0.shortfall, bytes.saturating_sub(built.0.rungs.sum()));
         let pool = Arc::clone(&self.pool);
         for (victim, handle) in built.0.victims.iter().zip(&built.1) {
             assert!(pool.ledger().is_under(victim.tenant, tenant));
+            if victim.fate == Fate::Trimmed {
+                continue;
+            }
             let (&id, model) =
                 self.sequences.iter().find(|(_, m)| Arc::ptr_eq(&m.handle, handle)).expect("it lives");
             assert_eq!(model.batch.is_some(), victim.row.is_some());

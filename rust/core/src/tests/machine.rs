@@ -90,7 +90,7 @@ fn op() -> impl Strategy<Value = Op> {
         (2, Relocate),
         (7, Suspend),
         (7, Resume),
-        (2, Preempt),
+        (4, Preempt),
         (7, Compress),
         (8, Cut),
         (4, Rebalance),
