@@ -447,3 +447,33 @@ fn a_top_up_and_a_recall_cut_before_they_stop_anybody() {
         sequence.close().expect("free");
     }
 }
+
+#[test]
+fn where_numbers_of_pages_are_short_nothing_breaks_and_they_come_back() {
+    let (pool, t, rows) = world(spec(&[(Full, 2)]), 6, 0, &keeps(4));
+    let sequence = running(&pool, &rows, t, 0, 4 * PAGE + 1);
+    let tokens: Vec<_> = (0..4 * PAGE).chain(900..900 + PAGE).collect();
+    let other = pool.open(t, Open { tokens, ..Open::default() }).expect("nothing is admitted");
+    rows.add(&other).expect("a row");
+    step(&rows);
+    other.close().expect("free");
+    let plan = cut(&pool, t, ALL, &rows);
+    pool.commit_plan(&plan).expect("open");
+    step(&rows);
+    pool.reclaim_some(0);
+    // Three frames are held and one is cached, but six of seven numbers are taken: that one continues what has gone.
+    assert_eq!((pool.slots.allocated(), pool.audit().balance[0].free), (6, 2 * BYTES));
+    let face = crate::face::Pages::new(&pool);
+    let mut pages = face.allocate(t, G, 2).expect("the cached one goes for it");
+    green(&pool);
+    let refusal = face.allocate(t, G, 1).expect_err("there is a frame, and no number");
+    assert!(matches!(refusal, Error::Refused(_)), "{refusal}");
+    green(&pool);
+    // Its next full page is settled.
+    step(&rows);
+    assert!(sequence.counts().expect("free").written.is_multiple_of(PAGE));
+    pages.extend(face.allocate(t, G, 1).expect("nothing continues them any more"));
+    face.release(&pages).expect("they are held");
+    sequence.close().expect("free");
+    empty(&pool);
+}
