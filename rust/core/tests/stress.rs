@@ -31,6 +31,7 @@ use kvalloc_core::{
     pool::{Options, Pool},
     sequence::{Open, Sequence},
     spec::{Dtype, GroupKind, GroupSpec, Layout, Spec},
+    stats::Counter,
     word::{GroupId, PageRef, TIERS, TenantId, Tier, Units},
 };
 
@@ -469,7 +470,8 @@ fn run(name: &str, groups: Vec<GroupSpec>, small: bool, pages: u64, length: Leng
                 publish: vec![(org, (n % 3 == 0).then_some(Units(12)))],
                 pin_budget: Units(4),
                 compress: true,
-                cut: NonZeroU32::new(2 * PAGE),
+                // Those who forget find less of what they had.
+                cut: NonZeroU32::new(2 * PAGE).filter(|_| n % 2 == 1),
                 ..Policy::default()
             };
             pool.ledger().create(org, &format!("t{n}"), &policy).expect("a tenant")
@@ -536,7 +538,7 @@ fn run(name: &str, groups: Vec<GroupSpec>, small: bool, pages: u64, length: Leng
     }
     let read = |word: &AtomicU64| word.load(Ordering::Relaxed);
     println!(
-        "{name}: {} steps, {} tokens hit, {} refused, {} shared, {} waits for a reserve; {} pages moved, {} moves dropped, \
+        "{name}: {} steps, {} tokens hit, {} refused, {} shared, {} waits for a reserve; {} pages moved, {} cut, {} moves dropped, \
          {} reports late; {} audits, {} of them exact",
         read(&tally.steps),
         read(&tally.hits),
@@ -544,6 +546,7 @@ fn run(name: &str, groups: Vec<GroupSpec>, small: bool, pages: u64, length: Leng
         read(&tally.shared),
         read(&tally.waited),
         read(&tally.moved),
+        pool.stats().get(Counter::PagesCut),
         read(&tally.dropped),
         read(&tally.late),
         read(&tally.audits),
@@ -590,7 +593,7 @@ fn main() {
     let length = Length {
         seed: setting("KVALLOC_STRESS_SEED", 1),
         workers: setting("KVALLOC_STRESS_WORKERS", WORKERS).clamp(1, 10),
-        time: Duration::from_millis(setting("KVALLOC_STRESS_SECONDS", 20) * 1000 / 5),
+        time: Duration::from_millis(setting("KVALLOC_STRESS_SECONDS", 20) * 1000 / 4),
         operations: (operations > 0).then_some(operations.div_ceil(5)),
     };
     let of = |name: &str, kind, layers| GroupSpec { layers, ..group(name, kind) };

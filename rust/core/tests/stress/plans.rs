@@ -132,8 +132,8 @@ impl Worker {
         };
         match built {
             Ok((plan, sequences)) => self.keep((plan, if dry { Vec::new() } else { sequences })),
-            // There is no smaller class.
-            Err(Error::Argument(_)) if !cut => {}
+            // There is no smaller class, or the tenant does not allow it.
+            Err(Error::Argument(_)) => {}
             Err(e) => panic!("{e}"),
         }
     }
