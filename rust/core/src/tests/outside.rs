@@ -85,8 +85,10 @@ impl World {
                 let pages = &self.pool.pages;
                 let ids = (0..self.pool.max_pages()).map(PageId);
                 let leased = ids.filter(|&id| pages.read(id).is_leased());
-                let chain =
-                    |id| std::iter::successors(Some(id), |&at| page_before(pages, at).map(|page| page.id));
+                let chain = |id| {
+                    let page = PageRef { id, generation: pages.read(id).generation() };
+                    std::iter::successors(Some(page), |&at| page_before(pages, at)).map(|page| page.id)
+                };
                 let kept: HashSet<_> =
                     leased.flat_map(chain).filter(|&id| pages.read(id).is_cached()).collect();
                 let left = kept.iter().map(|&id| self.pool.bytes(self.pool.units_of(id))).sum::<u64>();
