@@ -466,15 +466,9 @@ impl Pool {
     }
 
     /// Where a page is charged. To be read before the transition that lets go of it: what an order lists may be evicted at once,
-    /// and be another tenant's.
+    /// and be another tenant's. (What is read of a page that moves meanwhile belongs to a transition that is tried again.)
     fn account_of(&self, id: PageId) -> Account {
-        let line = self.pages.line(id);
-        let at = line.location();
-        Account {
-            payer: line.payer(),
-            tier: at.tier().unwrap_or(Tier::Device),
-            units: Units(self.classes[at.class().as_usize()].units),
-        }
+        Account { payer: self.pages.payer(id), tier: self.tier_of(id), units: Units(self.units_of(id)) }
     }
 
     /// A page that has just become cached and is counted as held. What is off the device can't be hit, so it ends at once,
