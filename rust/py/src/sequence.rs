@@ -158,7 +158,7 @@ impl Sequence {
     /// Returns
     /// -------
     /// numpy.ndarray
-    ///     uint64 [pages]: id and generation of each, as `Pages` takes them; pages that left the window are not among them. The
+    ///     uint64 [pages]: id and generation of each, as `Pages` takes them; pages that left the window or were cut are not among them. The
     ///     references stay the sequence's: don't release them.
     ///
     /// Raises
@@ -172,7 +172,8 @@ impl Sequence {
     ) -> PyResult<Bound<'py, PyAny>> {
         self.owner.live()?;
         let (_, pages) = self.core.pages(GroupId(group)).map_err(|e| self.owner.error(py, &e))?;
-        arrays::uint64(py, &pages.iter().map(|(page, _)| page.to_bits()).collect::<Vec<_>>())
+        let there = pages.iter().filter(|(_, frame)| frame.0 != 0);
+        arrays::uint64(py, &there.map(|(page, _)| page.to_bits()).collect::<Vec<_>>())
     }
 
     /// The frames of its pages of a layer group, as a row of a batch shows them: compressed pages as ``~frame``, below 0.
@@ -185,8 +186,8 @@ impl Sequence {
     /// Returns
     /// -------
     /// numpy.ndarray
-    ///     int32 [pages]; 0 for pages that left the window or were cut. A page may move: a batch's own table is kept up to date, this is a
-    ///     copy. While the sequence is suspended by swap, the frames of its private pages are those of the host tier.
+    ///     int32 [pages]; 0 for pages that left the window or were cut. A page may move: a batch's own table is kept up to date,
+    ///     this is a copy. While the sequence is suspended by swap, the frames of its private pages are those of the host tier.
     ///
     /// Raises
     /// ------

@@ -219,6 +219,16 @@ fn a_swap_beside_decode() {
     }
 }
 
+/// Whoever builds the plan looks at the sequence, and at the batch it stands in, for a moment.
+fn patient<R>(mut f: impl FnMut() -> Result<R, Error>) -> R {
+    loop {
+        match f() {
+            Err(Error::Busy(_)) => thread::yield_now(),
+            done => return done.expect("nothing else is in its way"),
+        }
+    }
+}
+
 /// What the holder of pages does while a plan compresses or cuts them.
 #[derive(Clone, Copy, Debug)]
 enum Act {
@@ -256,12 +266,13 @@ fn lose_pages_beside(act: Act, cut: bool, how: u8) {
         let busy = |e: &Error| matches!(e, Error::Busy(_) | Error::Argument(_));
         match act {
             Act::Decode => {
-                if mine.add(&sequence).is_ok() {
-                    for _ in 0..PAGE {
-                        assert!(!run(&mine, 1).1, "there is room");
-                    }
-                    mine.remove(&sequence).expect("a row");
+                patient(|| mine.add(&sequence));
+                for _ in 0..PAGE {
+                    let refused = patient(|| mine.step(None, None, |s| s.refused.len()));
+                    assert_eq!(refused, 0, "there is room");
+                    patient(|| mine.commit(Some(&[1])));
                 }
+                patient(|| mine.remove(&sequence));
             }
             Act::Fork => match sequence.fork() {
                 Ok(fork) => fork.close().expect("nobody else uses it"),
