@@ -105,6 +105,7 @@ def test_the_first_page_and_the_last_tokens_stay():
     )
     assert here.tenant.held == held - 5 * PAGE
     assert here.seq.block_table().tolist() == [table[0], 0, 0, 0, 0, 0, *table[6:]]
+    assert len(here.seq.pages()) == len(here.pool.pages.frames(here.seq.pages())) == len(table) - 5
     here.step()
     assert here.shown() == here.seq.block_table().tolist()
     assert here.seq.num_written == 8 * TOKENS + 2
