@@ -7,7 +7,6 @@ import pytest
 
 import kvalloc
 from kvalloc.connector import Archive, FileConnector
-from kvalloc.store import steps
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 TOKENS = 16
@@ -209,10 +208,6 @@ def test_what_a_cut_sequence_computes_is_not_archived(tmp_path):
         assert Archive(here.store, files, weights="tiny@1").save(here.seq) == 1
 
 
-@pytest.mark.skipif(
-    "given up" not in (steps.__doc__ or ""),
-    reason="the stores refuse tables without pages in the middle",
-)
 def test_attention_is_over_what_is_left():
     here = Side(length=6 * TOKENS + 5)
     rng = np.random.default_rng(3)
