@@ -156,6 +156,20 @@ def test_what_is_cut_is_not_found_and_not_written_on():
     assert here.pool.audit().ok
 
 
+def test_what_nobody_finds_any_more_is_told_once():
+    here = Side(events=1000)
+    here.step()
+    with here.cut(2 * PAGE):
+        pass
+    here.step(2 * TOKENS)
+    here.seq.close()
+    here.pool.reset_prefix_cache()
+    told = list(here.pool.events())
+    stored, removed = ([e["key"] for e in told if e["type"] == what] for what in ("stored", "removed"))
+    assert len(stored) == len(set(stored)) == 8, "nothing that was computed after the cut"
+    assert sorted(removed) == sorted(stored)
+
+
 def test_what_is_gone_stays_gone_on_the_host_and_comes_back_when_it_is_computed_again():
     here = side(host_bytes="4MiB")
     with here.cut():
