@@ -276,11 +276,13 @@ class PagedKV:
         self.flight()
         spec, places = self.store.spec, self.store.spec.layer_map
         layers = {place[0]: layer for layer, place in enumerate(places) if place is not None}
-        live = torch.tensor([row.sequence is not None for row in self.rows.rows], device=self.store.device)
+        # Padding has a mask already, and a row that is nothing but padding so far may have no page.
+        first = np.array([self.columns if row.sequence is None else row.padding for row in self.rows.rows])
+        stored = torch.from_numpy(np.arange(self.columns) >= first[:, None]).to(self.store.device)
         found = []
         for group, layer in layers.items():
             absent = self._where(layer)[2] if spec.groups[group].grows else None
-            gone = None if absent is None else absent & live[:, None]
+            gone = None if absent is None else absent & stored
             found.append(None if gone is None or not gone.any() else gone)
         hidden = [gone for gone in found if gone is not None]
         if hidden and not (len(hidden) == len(found) and all(torch.equal(x, hidden[0]) for x in hidden)):
