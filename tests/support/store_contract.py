@@ -68,7 +68,7 @@ def plain(q, k, v, group, positions, *, scale=None, soft_cap=None, sinks=None, g
             scores = k[seen, head // per_head] @ q[i, head] * (scale or q.shape[-1] ** -0.5)
             if soft_cap:
                 scores = np.tanh(scores / soft_cap) * soft_cap
-            top = scores.max() if sinks is None else max(scores.max(), sinks[head])
+            top = max(scores.max(initial=-np.inf), -np.inf if sinks is None else sinks[head])
             weights = np.exp(scores - top)
             total = weights.sum() + (0 if sinks is None else np.exp(sinks[head] - top))
             out[i, head] = weights @ v[seen, head // per_head] / total
