@@ -106,3 +106,26 @@ def test_a_mask_of_the_forwards_own_does_not_know_them(model_of):
         # Going on without a mask is fine: they are hidden all the same.
         assert model(input_ids=ids[:, :1], **given).logits.isfinite().all()
         assert cache.get_seq_length() == PROMPT + 1
+
+
+@pytest.mark.parametrize("mode", ["gathered", "paged"])
+def test_a_context_that_the_pool_cuts(mode, model_of, paged):
+    model = model_of("llama")
+    ids, _ = prompts(100)
+    seen = torch.ones(100, 100).tril().bool()
+    seen[90:, PAGE : 3 * PAGE] = False  # all but the first page and those of the last 32 tokens
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits[:, 90:]
+    if mode == "paged":
+        paged(model)
+    pool = kvalloc.Pool(kvalloc.KVSpec.from_hf_config(model.config, PAGE, "float32"), "4MiB")
+    tenant = pool.tenant("acme", cut=32)
+    with KvallocCache.for_model(model, pool=pool, tenant=tenant) as cache, torch.no_grad():
+        given = {cache_name(model): cache}
+        model(input_ids=ids[:, :90], **given)
+        with pool.cut(tenant, "4MiB", batch=cache._rows.batch) as plan:
+            assert [victim.tokens for victim in plan.victims] == [32]
+        got = model(input_ids=ids[:, 90:], **given).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert pool.audit().ok
