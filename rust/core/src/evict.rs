@@ -32,6 +32,7 @@
 //! | 4 | how many stand in them: new (0-31), proven (32-63); counted before a page is linked, until after it is taken |
 //! | 5 | the share of the new (0-23, of 2^24, XOR [`START_SHARE`]); ghosts made of new (24-43) and of proven pages (44-63), halved together |
 //! | 6 | 1: the last full round found every page kept by its children, and nothing has changed since |
+//! | 7 | a hint: bit 0 a hand is in the order, the rest counts hands ([`Orders::enter`]) |
 //!
 //! # Invariant
 //!
@@ -69,6 +70,9 @@ const STRIDE: usize = 8;
 const COUNTS: usize = 4;
 const SHARE: usize = 5;
 const STUCK: usize = 6;
+const HAND: usize = 7;
+/// How often a hand looks at one that does not move, and at all.
+const PATIENCE: [u32; 2] = if cfg!(any(kvalloc_loom, kvalloc_shuttle)) { [0, 0] } else { [64, 4096] };
 
 const ONE_SHARE: u64 = 1 << 24;
 /// A tenant starts close to least-recently-used: seven tenths for the new.
@@ -286,6 +290,7 @@ impl Orders {
             Some(_) if stuck.get() != 0 => STUCK_STEPS,
             _ => 2 * queued.all() + u64::from(BLOCKED),
         };
+        let mut inside = self.enter(tenant);
         let mut queued = self.queued(tenant);
         let mut search = Search::new(steps(queued));
         let (mut taken, mut lost) = (0, Queued::default());
@@ -343,6 +348,7 @@ impl Orders {
                 self.word(tenant, COUNTS).minus(gone);
             }
             queued = self.queued(tenant);
+            inside = self.move_on(tenant, inside);
         }
         if let Some(parent) = orphaned {
             self.lose_child(pages, parent);
@@ -351,6 +357,7 @@ impl Orders {
             // Never refused: the closure always answers.
             let _ = self.word(tenant, SHARE).transit(|word| Some(count_lost(word, lost, queued.all())));
         }
+        self.leave(tenant, inside);
         if search.steps == 0 {
             // An order that others' pages keep as it is (a shared prefix) is not walked through again and again.
             stuck.put(1);
@@ -386,6 +393,38 @@ impl Orders {
                 }
             }
         }
+    }
+
+    /// A hand comes into an order, behind the one that is there, unless that stands still or takes long. Two at once get along, but
+    /// take the end of a prompt out between them: who holds the page before it finds that a child keeps it, and puts it behind all
+    /// others, where whole prompts then stand in no order.
+    fn enter(&self, tenant: TenantId) -> u64 {
+        let word = self.word(tenant, HAND);
+        let mut now = word.first();
+        let [mut patience, mut looks] = PATIENCE;
+        loop {
+            if now & 1 == 1 && patience > 0 && looks > 0 {
+                std::hint::spin_loop();
+                let before = std::mem::replace(&mut now, word.get());
+                patience = if now == before { patience - 1 } else { PATIENCE[0] };
+                looks -= 1;
+                continue;
+            }
+            match word.cas(now, (now + 1) | 1) {
+                Ok(_) => return (now + 1) | 1,
+                Err(found) => now = found,
+            }
+        }
+    }
+
+    /// It moves, as others can see, if nobody came in its place.
+    fn move_on(&self, tenant: TenantId, hand: u64) -> u64 {
+        self.word(tenant, HAND).cas(hand, hand + 2).map_or(hand, |_| hand + 2)
+    }
+
+    /// It goes, if nobody came in its place.
+    fn leave(&self, tenant: TenantId, hand: u64) {
+        let _ = self.word(tenant, HAND).cas(hand, hand + 1);
     }
 
     /// The half that has to give: the new ones if they are at or above their share. And how many pages may be taken from it,

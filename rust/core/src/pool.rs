@@ -564,10 +564,12 @@ impl Pool {
         let mut got = scratch.ids.len();
         got += self.claim_free(lane, size, n.saturating_sub(got), scratch);
         while got < n {
-            // What moved away costs nobody a hit.
-            let drained = self.let_frames_come();
+            // What moved away and nobody shows costs nobody a hit. What the arrays of a quiet batch show costs it a step that looks
+            // at all its places, so cached pages go before that.
+            let drained = self.quiescence.drain(&self.arenas);
             let evicted = if drained > 0 { 0 } else { self.evict(lane, payer, n - got, size, scratch) };
             if drained + evicted == 0
+                && self.quiescence.drain_quiet(&self.arenas) == 0
                 && self.expire() == 0
                 && self.drop_lost_pages(lane) == 0
                 && self.arena(Tier::Device).undrain_all(size) == 0
@@ -594,15 +596,6 @@ impl Pool {
         let (asked, room) = (n as u64 * page, arena.free_bytes());
         let why = if room >= asked { Why::Fragmented } else { Why::Frames };
         Err(Refusal { why, tier: Tier::Device, tenant: payer, level: TenantId(0), asked, room })
-    }
-
-    /// Take back frames that pages have left: those that nobody shows any more, else those that only the arrays of quiet
-    /// batches show.
-    fn let_frames_come(&self) -> usize {
-        match self.quiescence.drain(&self.arenas) {
-            0 => self.quiescence.drain_quiet(&self.arenas),
-            n => n,
-        }
     }
 
     /// Claim up to `n` free frames and as many ids, behind what is in `scratch`, without taking anything back for them.

@@ -131,6 +131,8 @@ fn what_is_given_up_is_as_before() {
                 end(&suspend(&pool, &sequence, wish));
                 assert_eq!(look(&pool, &sequence), before, "{name} {wish:?}");
                 commit(&pool, &suspend(&pool, &sequence, wish));
+                // Room without evicting anything, which stays evicted.
+                pool.quiescence.drain_quiet(&pool.arenas);
                 let before = look(&pool, &sequence);
                 end(&pool.resume(&sequence, TTL, false).expect("there is room"));
                 assert_eq!(look(&pool, &sequence), before, "{name} {wish:?}");
