@@ -72,7 +72,7 @@ const SHARE: usize = 5;
 const STUCK: usize = 6;
 const HAND: usize = 7;
 /// How often a hand looks at one that does not move, and at all.
-const PATIENCE: [u32; 2] = if cfg!(any(kvalloc_loom, kvalloc_shuttle)) { [0, 0] } else { [64, 4096] };
+const PATIENCE: [u32; 2] = if cfg!(any(kvalloc_loom, kvalloc_shuttle)) { [0, 0] } else { [256, 65_536] };
 
 const ONE_SHARE: u64 = 1 << 24;
 /// A tenant starts close to least-recently-used: seven tenths for the new.
