@@ -367,3 +367,20 @@ def test_a_lender_is_served_in_the_next_step(mode):
     assert engine.pool.held == engine.pool.promised == 0
     owner.lend_unused()
     assert owner.lent == owner.reserve
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        [(130, 70, "a", 0.0), (90, 80, "owner", 0.0)],  # who was stopped waits for what is lent again
+        [(80, 100, "a", 0.0), (120, 140, "a", 0.0), (40, 50, "owner", 0.5)],  # and so does who runs alone
+    ],
+    ids=["stopped", "running"],
+)
+def test_what_a_lender_no_longer_uses_lets_the_last_one_go_on(asked):
+    engine = engine_of(20, "a", "owner", preempt="recompute")
+    engine.queues["owner"].tenant.set(reserve=10 * PAGE, lend=True)
+    requests = [ask(i, *how) for i, how in enumerate(asked)]
+    serve(engine, requests)
+    assert [request.refused for request in requests] == [""] * len(requests)
+    assert all(request.said == alone(request) for request in requests)

@@ -181,20 +181,22 @@ class Pressure:
             got.seconds.append(engine.clock.now() - began)
         return max(1, rows)
 
-    def _lend_again(self) -> None:
-        """Lend what was given back for a step that is over."""
-        for tenant, step in list(self._recalled.items()):
-            if step < self.engine.steps:
-                del self._recalled[tenant]
-                tenant.lend_unused()
+    def _lend_again(self) -> bool:
+        """Lend what was given back for a step that is over; True if there was any."""
+        over = [tenant for tenant, step in self._recalled.items() if step < self.engine.steps]
+        for tenant in over:
+            del self._recalled[tenant]
+            tenant.lend_unused()
+        return bool(over)
 
     def relieve(self, out: Step) -> bool:
-        """Stop rows so that those that were refused can grow next time; False if none could be stopped.
+        """Stop rows so that those that were refused can grow next time; False if there is no more to be had.
 
-        Where no row grew, and the pool spares all that could stop, the newest stops: the others then go on.
+        What was given back and is not used is lent again first: that alone may be enough. Where no row
+        grew, and the pool spares all that could stop, the newest stops: the others then go on.
         """
         engine = self.engine
-        self._lend_again()
+        lent = self._lend_again()
         levels: dict[str | None, int] = {}
         lenders: dict[Tenant, int] = {}
         for refusal in out.refused:
@@ -217,7 +219,7 @@ class Pressure:
             newest = max(engine.rows.running, key=lambda run: run.sequence.number)
             plan = engine.pool.suspend(newest.sequence, mode=self._how(), batch=engine.batch)
             stopped = self.carry_out(plan)
-        return stopped > 0
+        return lent or stopped > 0
 
     def _how(self) -> Mode:
         """How the next victims stop: without copies, if those of the last ones took too long."""
@@ -273,6 +275,7 @@ class Pressure:
     def resume(self) -> None:
         """Let stopped requests go on, the oldest first, while there is room."""
         engine, tries = self.engine, _TRIES
+        self._lend_again()
         self.waits_for = "what is held outside this engine"  # if nothing runs here
         while self.stopped and len(engine.rows) < engine.max_rows:
             run = self.stopped[0]
