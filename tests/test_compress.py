@@ -102,3 +102,23 @@ def test_reclaim_compresses_before_it_stops_anybody_where_the_host_tier_is_full(
     assert plan.rungs["compress"] > 0
     assert (len(plan.victims), plan.shortfall) == (0, 0)
     here.store.close()
+
+
+def test_pages_that_would_take_as_much_are_left_as_they_are():
+    # 128 bytes as float32 and 48 as int8: 256 both, for page bytes are rounded up.
+    spec = kvalloc.KVSpec.uniform(
+        layers=1, kv_heads=1, head_dim=4, dtype="float32", page_tokens=4, small_dtype="int8"
+    )
+    assert [cls.page_bytes for cls in spec.classes] == [256, 256]
+    with kvalloc.Pool(spec, "64KiB") as pool:
+        tenant, batch = pool.tenant("a", compress=True), pool.batch(max_sequences=1, max_tokens=64)
+        batch.add(pool.open(tenant, range(40)))
+        batch.step()
+        batch.commit([1])
+        with pytest.raises(kvalloc.InvalidArgument, match="fewer bytes"):
+            pool.compress(tenant, "1MiB", batch=batch)
+        plan = pool.reclaim(tenant, "1KiB", live="preempt", batch=batch, dry_run=True)
+        assert plan.copied == (0, 0)
+        plan = pool.reclaim(tenant, "1KiB", live="preempt", batch=batch)
+        assert len(plan.moves) == 0
+        plan.abort()

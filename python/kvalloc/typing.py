@@ -77,7 +77,16 @@ AdmissionVerdict: TypeAlias = Literal["now", "wait", "never"]
 RefusalReason: TypeAlias = Literal["limit", "claim", "frames", "fragmented", "frozen", "row", "budget"]
 
 PlanKind: TypeAlias = Literal[
-    "reclaim", "rebalance", "top_up", "suspend", "resume", "offload", "prefetch", "compress", "give_back"
+    "reclaim",
+    "rebalance",
+    "top_up",
+    "suspend",
+    "resume",
+    "offload",
+    "prefetch",
+    "compress",
+    "give_back",
+    "cut",
 ]
 PlanState: TypeAlias = Literal["open", "committed", "aborted", "expired", "ended", "dry"]
 Fate: TypeAlias = Literal["frozen", "swapped", "recomputed", "trimmed", "resumed"]

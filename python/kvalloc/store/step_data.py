@@ -22,6 +22,7 @@ _MAGIC: Final = b"KVSTEP01"
 # What follows is checksummed: rows, tokens, copies, layer groups, columns of a block table; then the arrays.
 _HEAD: Final = struct.Struct("<8sI")
 _COUNTS: Final = struct.Struct("<5I")
+_MOST_GROUPS: Final = 32
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
@@ -142,6 +143,11 @@ class StepData:
         if not whole or _HEAD.unpack_from(data)[1] != zlib.crc32(data[_HEAD.size :]):
             raise InvalidArgument(
                 "this step was cut or altered on the way: its checksum differs; send it again"
+            )
+        if not 1 <= groups <= _MOST_GROUPS:
+            raise InvalidArgument(
+                f"this step is of {groups:,} layer groups; 1 to {_MOST_GROUPS} are possible: "
+                "send what to_bytes wrote"
             )
         words = np.frombuffer(data, np.int32, offset=start)
         slots, starts, lens, positions, pages, tables = np.split(words, np.cumsum(sizes[:-1]))

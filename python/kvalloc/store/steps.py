@@ -156,6 +156,12 @@ def read_step(
     first = first_positions(kind, window, lens - counts) // page_tokens
     end = -(-lens // page_tokens)
     table = batch.block_table(group)
+    if (width := int(end.max(initial=0))) > table.shape[1]:
+        raise InvalidArgument(
+            f"block_table of group {page.group.name!r} has {table.shape[1]} pages a row, and a sequence of "
+            f"the step has {width} of {page_tokens} tokens: the rank that sent it has another spec, or it "
+            "was altered"
+        )
     gone = _given_up(table, rows, first, (lens - counts) // page_tokens, end, page, small)
     if gone is not None:
         table = _without(table, rows, gone)

@@ -56,7 +56,9 @@ impl Pool {
         }
         if (0..self.groups.len()).all(|g| self.small_class(GroupId(g as u8)).is_none()) {
             return Err(Error::Argument(
-                "no layer group that keeps its pages has a smaller class; give the spec a small_dtype".into(),
+                "no layer group that keeps its pages has a class whose pages take fewer bytes; give the spec a small_dtype, \
+                 and pages of more tokens if it has one"
+                    .into(),
             ));
         }
         if !self.ledger.ids().any(|t| self.ledger.may_compress(t) && self.ledger.is_under(t, tenant)) {
@@ -80,9 +82,13 @@ impl Pool {
         self.arena_bytes(Tier::Host) == 0 || self.check_host(tenant, largest).is_err()
     }
 
-    /// The class that pages of a group are compressed into, if they stay for as long as their sequence.
+    /// The class that pages of a group are compressed into, if they stay for as long as their sequence, and take less there:
+    /// page bytes are rounded up, and the smallest pages may come out alike.
     fn small_class(&self, group: GroupId) -> Option<ClassId> {
-        self.spec.small_class_of(group).filter(|_| self.spec.groups()[group.as_usize()].kind.grows())
+        let units = |class: ClassId| self.classes[class.as_usize()].units;
+        let own = units(self.groups[group.as_usize()].class);
+        let grows = self.spec.groups()[group.as_usize()].kind.grows();
+        self.spec.small_class_of(group).filter(|&small| grows && units(small) < own)
     }
 
     /// The pages of a sequence that can be compressed, the oldest first.
