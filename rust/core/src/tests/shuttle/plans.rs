@@ -241,7 +241,8 @@ enum Act {
 /// Pages of a sequence go on in a smaller class, or go, while its holder does something and others look for what it has.
 fn lose_pages_beside(act: Act, cut: bool, how: u8) {
     check(move || {
-        let spec = if cut { spec(&[(Full, 1)]) } else { small_spec(&[(Full, 1)]) };
+        // (Of one layer both classes take as much.)
+        let spec = if cut { spec(&[(Full, 1)]) } else { small_spec(&[(Full, 2)]) };
         let pool = pool(spec, 12);
         let policy = Policy { compress: true, cut: NonZeroU32::new(2), ..Policy::default() };
         let t = tenant(&pool, ROOT, "t", &policy);
