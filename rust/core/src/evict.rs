@@ -32,13 +32,14 @@
 //! | 4 | how many stand in them: new (0-31), proven (32-63); counted before a page is linked, until after it is taken |
 //! | 5 | the share of the new (0-23, of 2^24, XOR [`START_SHARE`]); ghosts made of new (24-43) and of proven pages (44-63), halved together |
 //! | 6 | 1: the last full round found every page kept by its children, and nothing has changed since |
-//! | 7 | a hint: bit 0 a hand is in the order, the rest counts hands ([`Orders::enter`]) |
+//! | 7 | a hint, on which nothing but speed hangs: bit 0 the last hand that came in is there, the rest counts its moves and the hands before it |
 //!
 //! # Invariant
 //!
 //! A QUEUED page stands in one queue of its payer, or in the hand of one thread inside [`Orders::victims`] or
 //! [`Orders::enqueue`]. A thread that stops with some pages in its hand keeps these few from being evicted, and stops
-//! nobody: hits, releases and the other pages go on. Who gets a page from `victims` owns it LEAVING.
+//! nobody: hits, releases and the other pages go on. A hand that finds another one in the order waits as long as that moves, up
+//! to a bound, then comes in beside it. Who gets a page from `victims` owns it LEAVING.
 //!
 //! A page with children is never evicted: only a held page gains a child, a hold sets VISITED, and nobody but the hand
 //! clears it; so "no children" still holds if the page's word did not change. A child that the same hand has just taken
@@ -71,6 +72,11 @@ const COUNTS: usize = 4;
 const SHARE: usize = 5;
 const STUCK: usize = 6;
 const HAND: usize = 7;
+/// The hand that comes behind what the word says: inside, and like none before it.
+const fn next_hand(word: u64) -> u64 {
+    (word + 1) | 1
+}
+
 /// How often a hand looks at one that does not move, and at all.
 const PATIENCE: [u32; 2] = if cfg!(any(kvalloc_loom, kvalloc_shuttle)) { [0, 0] } else { [256, 65_536] };
 
@@ -410,8 +416,9 @@ impl Orders {
                 looks -= 1;
                 continue;
             }
-            match word.cas(now, (now + 1) | 1) {
-                Ok(_) => return (now + 1) | 1,
+            let inside = next_hand(now);
+            match word.cas(now, inside) {
+                Ok(_) => return inside,
                 Err(found) => now = found,
             }
         }
