@@ -359,6 +359,11 @@ impl Pool {
         }
     }
 
+    /// A tenant, or all of them.
+    pub(crate) fn check_level(&self, tenant: TenantId) -> Result<(), Error> {
+        if tenant == ROOT { Ok(()) } else { self.check_tenant(tenant) }
+    }
+
     pub(crate) fn check_group(&self, group: GroupId) -> Result<(), Error> {
         let groups = self.groups.len();
         if group.as_usize() < groups { Ok(()) } else { Err(Error::NoGroup { group, groups }) }

@@ -287,12 +287,43 @@ impl Pool {
         if !Arc::ptr_eq(self, &sequence.pool) {
             return Err(Error::WrongPool("the sequence"));
         }
+        self.build(Plan::new(kind, sequence.tenant(), 0), ttl_ms, dry, f)
+    }
+
+    /// A plan that `f` fills, after its call was checked. If that fails there is none, and what was taken for it goes back.
+    pub(crate) fn build(
+        self: &Arc<Self>,
+        plan: Plan,
+        ttl_ms: u64,
+        dry: bool,
+        f: impl FnOnce(&mut Build<'_>) -> Result<(), Error>,
+    ) -> Result<Built, Error> {
         self.expire_plans();
         let lane = self.next_lane();
         let _op = self.enter(lane);
-        let mut build = Build::new(self, lane, Plan::new(kind, sequence.tenant(), 0), dry);
-        f(&mut build)?;
-        Ok(build.open(ttl_ms))
+        let mut build = Build::new(self, lane, plan, dry);
+        match f(&mut build) {
+            Ok(()) => Ok(build.open(ttl_ms)),
+            Err(error) => {
+                build.give_up();
+                Err(error)
+            }
+        }
+    }
+
+    /// As [`Self::build`]: a plan by which as many bytes come back as `give` finds; it says how many are missing.
+    fn regain(
+        self: &Arc<Self>,
+        plan: Plan,
+        ttl_ms: u64,
+        dry: bool,
+        give: impl FnOnce(&mut Build<'_>) -> Result<u64, Error>,
+    ) -> Result<Built, Error> {
+        self.build(plan, ttl_ms, dry, |build| {
+            let back = give(build)?;
+            build.plan.shortfall = build.plan.asked.saturating_sub(back);
+            Ok(())
+        })
     }
 }
 

@@ -130,41 +130,31 @@ impl Pool {
         dry: bool,
     ) -> Result<Built, Error> {
         self.check_open()?;
-        if tenant != ROOT {
-            self.check_tenant(tenant)?;
-        }
-        self.expire_plans();
-        let lane = self.next_lane();
-        let _op = self.enter(lane);
-        let mut build = Build::new(self, lane, Plan::new(Kind::Reclaim, tenant, bytes), dry);
-        let usage = self.ledger.subtree_usage(Tier::Device, tenant);
-        build.plan.pinned = self.bytes(usage.pinned.0);
-        let unit = self.spec.unit();
-        let free = bytes.div_ceil(unit).min(u64::from(usage.cached.0)) as u32;
-        build.plan.rungs.free = self.bytes(free);
-        if free > 0 {
-            build.endings.push(Box::new(Evicting { level: tenant, units: free }));
-        }
-        let missing = bytes.saturating_sub(self.bytes(free));
-        let mut back = 0;
-        match live {
-            Live::Stay => {}
-            Live::Freeze if dry => {}
-            Live::Freeze => {
-                self.freeze_one(tenant);
-                build.endings.push(Box::new(Freezing(tenant)));
+        self.check_level(tenant)?;
+        self.build(Plan::new(Kind::Reclaim, tenant, bytes), ttl_ms, dry, |build| {
+            let usage = self.ledger.subtree_usage(Tier::Device, tenant);
+            build.plan.pinned = self.bytes(usage.pinned.0);
+            let unit = self.spec.unit();
+            let free = bytes.div_ceil(unit).min(u64::from(usage.cached.0)) as u32;
+            build.plan.rungs.free = self.bytes(free);
+            if free > 0 {
+                build.endings.push(Box::new(Evicting { level: tenant, units: free }));
             }
-            Live::Preempt(..) if missing == 0 => {}
-            Live::Preempt(from, wish) => match build.shrink_or_stop(tenant, missing, from, wish, false) {
-                Ok(bytes) => back = bytes,
-                Err(error) => {
-                    build.give_up();
-                    return Err(error);
+            let missing = bytes.saturating_sub(self.bytes(free));
+            let back = match live {
+                Live::Freeze if !dry => {
+                    self.freeze_one(tenant);
+                    build.endings.push(Box::new(Freezing(tenant)));
+                    0
                 }
-            },
-        }
-        build.plan.shortfall = missing.saturating_sub(back);
-        Ok(build.open(ttl_ms))
+                Live::Preempt(from, wish) if missing > 0 => {
+                    build.shrink_or_stop(tenant, missing, from, wish, false)?
+                }
+                _ => 0,
+            };
+            build.plan.shortfall = missing.saturating_sub(back);
+            Ok(())
+        })
     }
 
     /// Give `tenant` a reserve that is larger by `bytes`, of which nothing is in anybody's use. A plan that needs no copies has
@@ -417,9 +407,7 @@ impl Pool {
     /// # Errors
     /// No such tenant; marks out of order.
     pub fn set_watermarks(&self, tenant: TenantId, marks: Option<(u64, u64)>) -> Result<(), Error> {
-        if tenant != ROOT {
-            self.check_tenant(tenant)?;
-        }
+        self.check_level(tenant)?;
         let unit = self.spec.unit();
         let word = match marks {
             None => 0,

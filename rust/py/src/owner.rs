@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicU32, Ordering},
 };
 
-use kvalloc_core::{error::Error, pool::Pool as Core, word::TenantId};
+use kvalloc_core::{error::Error, ledger::ROOT, pool::Pool as Core, word::TenantId};
 use pyo3::{prelude::*, types::PyString};
 
 use crate::{
@@ -50,6 +50,11 @@ impl Owner {
 
     pub(crate) fn error(&self, py: Python<'_>, error: &Error) -> PyErr {
         raised(py, &self.core, error)
+    }
+
+    /// A tenant, or None: all of them.
+    pub(crate) fn level(&self, value: &Bound<'_, PyAny>) -> PyResult<TenantId> {
+        if value.is_none() { Ok(ROOT) } else { self.tenant(value, None) }
     }
 
     /// A tenant given by handle or by name.

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use kvalloc_core::{
     batch::Batch as CoreBatch,
     error::Error,
-    ledger::ROOT,
     pool::Pool as CorePool,
     preempt::{Built, For, From, Wish},
     sequence::{Mode, Sequence as CoreSequence, State},
+    word::TenantId,
 };
 use pyo3::prelude::*;
 
@@ -87,6 +87,25 @@ impl Pool {
         let core = self.owner.live()?;
         let (plan, sequences) = py.detach(|| build(core)).map_err(|e| self.owner.error(py, &e))?;
         Ok(Plan::new(&self.owner, plan, &sequences))
+    }
+
+    /// A plan by which bytes come back from below a tenant.
+    fn gather(
+        &self,
+        py: Python<'_>,
+        tenant: &Bound<'_, PyAny>,
+        bytes: &Bound<'_, PyAny>,
+        batch: Option<&Bound<'_, PyAny>>,
+        sessions: Option<&Bound<'_, PyAny>>,
+        build: impl FnOnce(&Arc<CorePool>, TenantId, u64, From<'_>) -> Result<Built, Error> + Send,
+    ) -> PyResult<Plan> {
+        self.owner.live()?;
+        let (tenant, bytes) = (self.owner.level(tenant)?, args::bytes(bytes)?);
+        let (batches, sessions) = (batches(batch)?, self::sessions(sessions)?);
+        self.plan(py, |core| {
+            let batches: Vec<&CoreBatch> = batches.iter().map(|b| &b.core).collect();
+            build(core, tenant, bytes, From { batches: &batches, sessions: &sessions, who: For::Anybody })
+        })
     }
 
     fn plan_for(
@@ -323,14 +342,8 @@ impl Pool {
         ttl: Option<&Bound<'_, PyAny>>,
         dry_run: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Plan> {
-        self.owner.live()?;
-        let tenant = if tenant.is_none() { ROOT } else { self.owner.tenant(tenant, None)? };
-        let bytes = args::bytes(bytes)?;
         let (wish, ttl, dry) = (mode_or(mode)?, ttl_or(ttl)?, dry_or(dry_run)?);
-        let (batches, sessions) = (batches(batch)?, self::sessions(sessions)?);
-        self.plan(py, |core| {
-            let batches: Vec<&CoreBatch> = batches.iter().map(|b| &b.core).collect();
-            let from = From { batches: &batches, sessions: &sessions, who: For::Anybody };
+        self.gather(py, tenant, bytes, batch, sessions, |core, tenant, bytes, from| {
             core.preempt(tenant, bytes, from, wish, ttl, dry)
         })
     }
@@ -397,14 +410,8 @@ impl Pool {
         ttl: Option<&Bound<'_, PyAny>>,
         dry_run: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Plan> {
-        self.owner.live()?;
-        let tenant = if tenant.is_none() { ROOT } else { self.owner.tenant(tenant, None)? };
-        let bytes = args::bytes(bytes)?;
         let (ttl, dry) = (ttl_or(ttl)?, dry_or(dry_run)?);
-        let (batches, sessions) = (batches(batch)?, self::sessions(sessions)?);
-        self.plan(py, |core| {
-            let batches: Vec<&CoreBatch> = batches.iter().map(|b| &b.core).collect();
-            let from = From { batches: &batches, sessions: &sessions, who: For::Anybody };
+        self.gather(py, tenant, bytes, batch, sessions, |core, tenant, bytes, from| {
             core.compress(tenant, bytes, from, ttl, dry)
         })
     }
@@ -472,14 +479,8 @@ impl Pool {
         ttl: Option<&Bound<'_, PyAny>>,
         dry_run: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Plan> {
-        self.owner.live()?;
-        let tenant = if tenant.is_none() { ROOT } else { self.owner.tenant(tenant, None)? };
-        let bytes = args::bytes(bytes)?;
         let (ttl, dry) = (ttl_or(ttl)?, dry_or(dry_run)?);
-        let (batches, sessions) = (batches(batch)?, self::sessions(sessions)?);
-        self.plan(py, |core| {
-            let batches: Vec<&CoreBatch> = batches.iter().map(|b| &b.core).collect();
-            let from = From { batches: &batches, sessions: &sessions, who: For::Anybody };
+        self.gather(py, tenant, bytes, batch, sessions, |core, tenant, bytes, from| {
             core.cut(tenant, bytes, from, ttl, dry)
         })
     }

@@ -163,7 +163,7 @@ impl Pool {
         dry_run: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Plan> {
         let core = self.owner.live()?;
-        let tenant = if tenant.is_none() { ROOT } else { self.owner.tenant(tenant, None)? };
+        let tenant = self.owner.level(tenant)?;
         let bytes = args::bytes(bytes)?;
         let (ttl, dry) = (ttl_or(ttl)?, dry_or(dry_run)?);
         let (plan, stopped) = self

@@ -28,7 +28,6 @@ use std::{cmp::Reverse, ops::Range, sync::Arc};
 use super::{Build, Built, From, victims::Surplus};
 use crate::{
     error::Error,
-    ledger::ROOT,
     plan::{Kind, Plan},
     pool::Pool,
     sequence::{Body, Sequence, State},
@@ -51,9 +50,7 @@ impl Pool {
         dry: bool,
     ) -> Result<Built, Error> {
         self.check_open()?;
-        if tenant != ROOT {
-            self.check_tenant(tenant)?;
-        }
+        self.check_level(tenant)?;
         if (0..self.groups.len()).all(|g| self.small_class(GroupId(g as u8)).is_none()) {
             return Err(Error::Argument(
                 "no layer group that keeps its pages has a class whose pages take fewer bytes; give the spec a small_dtype, \
@@ -67,13 +64,8 @@ impl Pool {
                 "{name:?} does not allow it: what is compressed is less exact for good; tenant(..., compress=True) allows it"
             )));
         }
-        self.expire_plans();
-        let lane = self.next_lane();
-        let _op = self.enter(lane);
-        let mut build = Build::new(self, lane, Plan::new(Kind::Compress, tenant, bytes), dry);
-        let back = build.compress_pages(tenant, bytes, from, &mut None)?;
-        build.plan.shortfall = bytes.saturating_sub(back);
-        Ok(build.open(ttl_ms))
+        let plan = Plan::new(Kind::Compress, tenant, bytes);
+        self.regain(plan, ttl_ms, dry, |build| build.compress_pages(tenant, bytes, from, &mut None))
     }
 
     /// Whether pages of a tenant have no place in the host tier.

@@ -30,7 +30,6 @@ use std::sync::{Arc, Weak};
 use super::{Build, Built, From, Wish, victims::Surplus};
 use crate::{
     error::Error,
-    ledger::ROOT,
     plan::{Ending, Fate, Kind, Move, Plan, Victim},
     pool::{Pool, Scratch},
     sequence::{Body, Place, Sequence, try_lock},
@@ -73,9 +72,7 @@ impl Pool {
         dry: bool,
     ) -> Result<Built, Error> {
         self.check_open()?;
-        if tenant != ROOT {
-            self.check_tenant(tenant)?;
-        }
+        self.check_level(tenant)?;
         if self.spec.groups().iter().all(|group| !group.kind.grows()) {
             return Err(Error::Argument(
                 "no layer group keeps its pages, so no context grows too long".into(),
@@ -88,13 +85,8 @@ impl Pool {
                  many of the last tokens always stay"
             )));
         }
-        self.expire_plans();
-        let lane = self.next_lane();
-        let _op = self.enter(lane);
-        let mut build = Build::new(self, lane, Plan::new(Kind::Cut, tenant, bytes), dry);
-        let back = build.cut_pages(tenant, bytes, from, &mut None)?;
-        build.plan.shortfall = bytes.saturating_sub(back);
-        Ok(build.open(ttl_ms))
+        let plan = Plan::new(Kind::Cut, tenant, bytes);
+        self.regain(plan, ttl_ms, dry, |build| build.cut_pages(tenant, bytes, from, &mut None))
     }
 }
 

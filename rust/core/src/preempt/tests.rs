@@ -8,7 +8,7 @@ use crate::{
     sequence::Open,
     spec::GroupKind::{Full, State as Fixed, Window},
     stats::Counter,
-    tests::build::{PAGE, batch, empty, green, host_pool, plain_tenant, spec, specs, tenant},
+    tests::build::{PAGE, batch, empty, green, host_pool, plain_tenant, run, spec, specs, tenant},
     word::{GroupId, Units, page::Location, plan::State as PlanState},
 };
 
@@ -18,13 +18,6 @@ const TTL: u64 = 1000;
 fn open(pool: &Arc<Pool>, tenant: TenantId, tokens: impl IntoIterator<Item = u32>) -> Arc<Sequence> {
     pool.open(tenant, Open { tokens: tokens.into_iter().collect(), ..Open::default() })
         .expect("nothing is admitted")
-}
-
-/// A step in which every row gets what it needs, and its commit.
-fn run(batch: &Batch, sampled: i32) {
-    let refused = batch.step(None, None, |step| step.refused.len()).expect("nobody else uses it");
-    assert_eq!(refused, 0);
-    batch.commit(Some(&vec![sampled; batch.rows().expect("free")])).expect("a step waits");
 }
 
 /// Computed up to its last token, in no batch.

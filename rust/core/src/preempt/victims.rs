@@ -28,7 +28,6 @@ use super::{Build, Built, Survey, Wish};
 use crate::{
     batch::Batch,
     error::Error,
-    ledger::ROOT,
     plan::{Kind, Plan},
     pool::Pool,
     sequence::{Sequence, State},
@@ -166,17 +165,11 @@ impl Pool {
         dry: bool,
     ) -> Result<Built, Error> {
         self.check_open()?;
-        if tenant != ROOT {
-            self.check_tenant(tenant)?;
-        }
-        self.expire_plans();
-        let lane = self.next_lane();
-        let _op = self.enter(lane);
-        let mut build = Build::new(self, lane, Plan::new(Kind::Suspend, tenant, bytes), dry);
-        let mut surplus = build.surplus(tenant, from);
-        let back = build.stop_victims(tenant, bytes, from, wish, &mut surplus)?;
-        build.plan.shortfall = bytes.saturating_sub(back);
-        Ok(build.open(ttl_ms))
+        self.check_level(tenant)?;
+        self.regain(Plan::new(Kind::Suspend, tenant, bytes), ttl_ms, dry, |build| {
+            let mut surplus = build.surplus(tenant, from);
+            build.stop_victims(tenant, bytes, from, wish, &mut surplus)
+        })
     }
 }
 

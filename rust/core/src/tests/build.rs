@@ -10,8 +10,9 @@ use crate::{
     plan::{Draft, Kind, Move},
     pool::{Options, Pool},
     rebalance::Lease,
+    sequence::{Open, Sequence},
     spec::{Dtype, GroupKind, GroupSpec, Layout, Spec},
-    word::{FrameId, Lane, PageRef, TenantId, Tier, Units, page::Location},
+    word::{FrameId, GroupId, Lane, PageRef, TenantId, Tier, Units, page::Location},
 };
 
 /// Tokens of a page.
@@ -133,6 +134,38 @@ pub(crate) fn relocate(pool: &Pool, page: PageRef, copy: impl FnOnce(FrameId, Fr
     let [from, to] = [m.from, to].map(|at| FrameId(pool.entry_at(at) as u32));
     copy(from, to);
     (pool.commit_plan(&plan).expect("open").moved == 1).then_some(to)
+}
+
+/// A sequence in a row, with so many tokens written and one more known.
+pub(crate) fn running(
+    pool: &Arc<Pool>,
+    batch: &Batch,
+    tenant: TenantId,
+    first: u32,
+    n: u32,
+) -> Arc<Sequence> {
+    let open = Open { tokens: (first..first + n).collect(), ..Open::default() };
+    let sequence = pool.open(tenant, open).expect("nothing is admitted");
+    batch.add(&sequence).expect("a row");
+    run(batch, 1);
+    sequence
+}
+
+/// A step in which every row gets what it needs, and its commit.
+#[track_caller]
+pub(crate) fn run(batch: &Batch, sampled: i32) {
+    let refused = batch.step(None, None, |step| step.refused.len()).expect("nobody else uses it");
+    assert_eq!(refused, 0);
+    batch.commit(Some(&vec![sampled; batch.rows().expect("free")])).expect("a step waits");
+}
+
+/// Its row of the first group's block table.
+pub(crate) fn table(sequence: &Sequence) -> Vec<i32> {
+    sequence.pages(GroupId(0)).expect("free").1.iter().map(|(_, frame)| frame.0 as i32).collect()
+}
+
+pub(crate) fn held(pool: &Pool, tier: Tier, tenant: TenantId) -> u64 {
+    pool.bytes(pool.ledger().usage(tier, tenant).held.0)
 }
 
 /// The books stand still and balance.

@@ -3,12 +3,15 @@
 use super::*;
 use crate::{
     batch::Batch,
-    ledger::Policy,
+    ledger::{Policy, ROOT},
     preempt::{For, Wish},
     reclaim::Live,
-    sequence::{Open, Sequence},
+    sequence::Open,
     spec::GroupKind::{Full, Window},
-    tests::build::{PAGE, batch, empty, green, host_pool, plain_tenant, small_spec, spec, tenant},
+    tests::build::{
+        PAGE, batch, empty, green, held, host_pool, plain_tenant, run, running, small_spec, spec, table,
+        tenant,
+    },
     word::Tier,
 };
 
@@ -20,21 +23,6 @@ fn allows(pool: &Pool, name: &str) -> TenantId {
     tenant(pool, ROOT, name, &Policy { compress: true, ..Policy::default() })
 }
 
-/// In a row, with so many tokens written and one more known.
-fn running(pool: &Arc<Pool>, batch: &Batch, tenant: TenantId, first: u32, n: u32) -> Arc<Sequence> {
-    let open = Open { tokens: (first..first + n).collect(), ..Open::default() };
-    let sequence = pool.open(tenant, open).expect("nothing is admitted");
-    batch.add(&sequence).expect("a row");
-    step(batch);
-    sequence
-}
-
-fn step(batch: &Batch) {
-    let refused = batch.step(None, None, |step| step.refused.len()).expect("nobody else uses it");
-    assert_eq!(refused, 0);
-    batch.commit(Some(&vec![1; batch.rows().expect("free")])).expect("a step waits");
-}
-
 fn compress(pool: &Arc<Pool>, tenant: TenantId, bytes: u64, batch: &Batch) -> Plan {
     let from = From { batches: &[batch], sessions: &[], who: For::Anybody };
     let dry = pool.compress(tenant, bytes, from, TTL, true).expect("allowed").0;
@@ -43,14 +31,6 @@ fn compress(pool: &Arc<Pool>, tenant: TenantId, bytes: u64, batch: &Batch) -> Pl
     assert!(dry.is_dry() && dry.moves.is_empty());
     green(pool);
     plan
-}
-
-fn table(sequence: &Sequence) -> Vec<i32> {
-    sequence.pages(G).expect("free").1.iter().map(|(_, frame)| frame.0 as i32).collect()
-}
-
-fn held(pool: &Pool, tier: Tier, tenant: TenantId) -> u64 {
-    pool.bytes(pool.ledger().usage(tier, tenant).held.0)
 }
 
 #[test]
@@ -71,7 +51,7 @@ fn full_pages_go_on_in_half_the_bytes_and_the_row_with_them() {
     assert_eq!(table(&sequence).iter().map(|&f| f < 0).collect::<Vec<_>>(), [true, true, true, true, false]);
     // It goes on, and the row shows it.
     for _ in 0..2 * PAGE {
-        step(&rows);
+        run(&rows, 1);
     }
     let shown = rows.shown().0.swap_remove(0).0;
     assert_eq!(shown[..table(&sequence).len()], table(&sequence));
@@ -172,7 +152,7 @@ fn a_compressed_page_is_never_hit_and_never_written_to() {
     assert_eq!((cached(40), table(&sequence)[0] < 0, table(&sequence)[2] > 0), (0, true, true));
     sequence.truncate(PAGE).expect("at an edge");
     rows.add(&sequence).expect("it runs");
-    step(&rows);
+    run(&rows, 1);
     sequence.close().expect("free");
     empty(&pool);
 }
@@ -212,7 +192,7 @@ fn where_there_is_little_room_fewer_pages_go() {
         green(&pool);
         assert_eq!(held(&pool, Tier::Device, t), before - plan.rungs.compress);
         assert!(round > 0 || plan.moves.len() < 6, "there is no room for all at once");
-        step(&rows);
+        run(&rows, 1);
     }
     assert!(table(&sequence).iter().filter(|&&f| f < 0).count() >= 6);
     sequence.close().expect("free");
@@ -249,13 +229,13 @@ fn what_is_computed_behind_a_compressed_page_is_never_hit() {
     fork.truncate(long - PAGE).expect("at an edge");
     fork.extend(&(long - PAGE..long).collect::<Vec<_>>()).expect("known");
     rows.add(&fork).expect("a row");
-    step(&rows);
+    run(&rows, 1);
     rows.remove(&fork).expect("a row");
     let plan = compress(&pool, t, 1, &rows);
     assert_eq!(plan.moves.len(), 1, "all others are shared");
     pool.commit_plan(&plan).expect("open");
     for _ in 0..2 * PAGE {
-        step(&rows);
+        run(&rows, 1);
     }
     let all = sequence.tokens(0).expect("free");
     let hit = |n: u32| {
@@ -267,7 +247,7 @@ fn what_is_computed_behind_a_compressed_page_is_never_hit() {
     // Back before it, all is exact again.
     sequence.truncate(long - PAGE).expect("at an edge");
     sequence.extend(&all[(long - PAGE) as usize..]).expect("known");
-    step(&rows);
+    run(&rows, 1);
     assert_eq!(hit(long + PAGE + 1), long + PAGE);
     for sequence in [&sequence, &fork] {
         sequence.close().expect("free");
@@ -282,7 +262,7 @@ fn what_an_aborted_plan_held_back_is_published_after_it() {
     let sequence = running(&pool, &rows, t, 0, 4 * PAGE);
     let plan = compress(&pool, t, 1, &rows);
     for _ in 0..PAGE {
-        step(&rows);
+        run(&rows, 1);
     }
     let all = sequence.tokens(0).expect("free");
     let cached = || {
@@ -291,7 +271,7 @@ fn what_an_aborted_plan_held_back_is_published_after_it() {
     };
     assert_eq!(cached(), 0, "the first page is in its hands");
     pool.abort_plan(&plan).expect("open");
-    step(&rows);
+    run(&rows, 1);
     assert_eq!(cached(), 5 * PAGE);
     sequence.close().expect("free");
     empty(&pool);

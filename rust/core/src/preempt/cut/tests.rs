@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 use super::*;
 use crate::{
     batch::Batch,
-    ledger::Policy,
+    ledger::{Policy, ROOT},
     preempt::{For, Wish},
     reclaim::Live,
     sequence::Open,
@@ -13,7 +13,10 @@ use crate::{
         GroupKind::{Full, Window},
         Spec,
     },
-    tests::build::{PAGE, batch, empty, green, host_pool, plain_tenant, small_spec, spec, tenant},
+    tests::build::{
+        PAGE, batch, empty, green, held, host_pool, plain_tenant, run, running, small_spec, spec, table,
+        tenant,
+    },
     word::{GroupId, Units},
 };
 
@@ -34,20 +37,6 @@ fn world(spec: Spec, pages: u64, host: u64, policy: &Policy) -> (Arc<Pool>, Tena
     (pool, t, rows)
 }
 
-fn running(pool: &Arc<Pool>, batch: &Batch, tenant: TenantId, first: u32, n: u32) -> Arc<Sequence> {
-    let open = Open { tokens: (first..first + n).collect(), ..Open::default() };
-    let sequence = pool.open(tenant, open).expect("nothing is admitted");
-    batch.add(&sequence).expect("a row");
-    step(batch);
-    sequence
-}
-
-fn step(batch: &Batch) {
-    let refused = batch.step(None, None, |step| step.refused.len()).expect("nobody else uses it");
-    assert_eq!(refused, 0);
-    batch.commit(Some(&vec![1; batch.rows().expect("free")])).expect("a step waits");
-}
-
 /// A plan, which a dry run foretold.
 fn cut(pool: &Arc<Pool>, tenant: TenantId, bytes: u64, batch: &Batch) -> Plan {
     let from = From { batches: &[batch], sessions: &[], who: For::Anybody };
@@ -60,17 +49,9 @@ fn cut(pool: &Arc<Pool>, tenant: TenantId, bytes: u64, batch: &Batch) -> Plan {
     plan
 }
 
-fn table(sequence: &Sequence) -> Vec<i32> {
-    sequence.pages(G).expect("free").1.iter().map(|(_, frame)| frame.0 as i32).collect()
-}
-
 /// Which of its pages have gone.
 fn gone(sequence: &Sequence) -> Vec<usize> {
     table(sequence).iter().enumerate().filter(|(_, frame)| **frame == 0).map(|(at, _)| at).collect()
-}
-
-fn held(pool: &Pool, tier: Tier, tenant: TenantId) -> u64 {
-    pool.bytes(pool.ledger().usage(tier, tenant).held.0)
 }
 
 fn cached(pool: &Arc<Pool>, tenant: TenantId, tokens: &[u32]) -> u32 {
@@ -107,7 +88,7 @@ fn the_middle_goes_and_the_row_goes_on_with_the_first_page_and_the_last_tokens()
     assert_eq!((count(crate::stats::Counter::PagesCut), count(crate::stats::Counter::PagesMoved)), (6, 0));
     // It goes on, and the row shows it.
     for _ in 0..2 * PAGE {
-        step(&rows);
+        run(&rows, 1);
     }
     let shown = rows.shown().0.swap_remove(0).0;
     assert_eq!(shown[..table(&sequence).len()], table(&sequence));
@@ -129,7 +110,7 @@ fn a_context_without_end_needs_no_more_pages_than_it_keeps() {
     for _ in 0..80 {
         let plan = cut(&pool, t, ALL, &rows);
         pool.commit_plan(&plan).expect("open");
-        step(&rows);
+        run(&rows, 1);
     }
     green(&pool);
     // The last page to go gives its number back with a step that looks at its place.
@@ -147,7 +128,7 @@ fn bytes_that_come_back_can_be_had_at_once() {
     let plan = cut(&pool, t, ALL, &rows);
     assert_eq!(plan.moves.len(), 7);
     pool.commit_plan(&plan).expect("open");
-    step(&rows);
+    run(&rows, 1);
     let second = running(&pool, &rows, t, 500, 7 * PAGE);
     green(&pool);
     assert_eq!(table(&second).len(), 7);
@@ -178,7 +159,7 @@ fn only_the_tenant_of_the_sequence_can_allow_it() {
     let open = Open { tokens: (100..130).collect(), share: &[(org, 30)], ..Open::default() };
     let shared = pool.open(member, open).expect("nothing is admitted");
     rows.add(&shared).expect("a row");
-    step(&rows);
+    run(&rows, 1);
     assert!(pool.cut(org, ALL, from, TTL, false).expect("org allows it").0.moves.is_empty());
     assert!(pool.cut(TenantId(77), 1, from, TTL, false).is_err(), "no such tenant");
     let (other, t, _) = world(spec(&[(Full, 2)]), 40, 0, &keeps(4));
@@ -231,13 +212,13 @@ fn nothing_that_a_cut_sequence_computes_is_ever_hit() {
     fork.truncate(18 * PAGE).expect("at an edge");
     fork.extend(&(18 * PAGE..long).collect::<Vec<_>>()).expect("known");
     rows.add(&fork).expect("a row");
-    step(&rows);
+    run(&rows, 1);
     rows.remove(&fork).expect("a row");
     let plan = cut(&pool, t, ALL, &rows);
     assert_eq!(plan.moves.len(), 1, "all others are shared, or the last");
     pool.commit_plan(&plan).expect("open");
     for _ in 0..2 * PAGE {
-        step(&rows);
+        run(&rows, 1);
     }
     let all = sequence.tokens(0).expect("free");
     assert_eq!(cached(&pool, t, &all), long, "exact ones, by way of the copy");
@@ -246,7 +227,7 @@ fn nothing_that_a_cut_sequence_computes_is_ever_hit() {
     // Truncated to where nothing has gone, all it computes is exact.
     sequence.truncate(17 * PAGE).expect("at an edge");
     sequence.extend(&all[17 * PAGE as usize..]).expect("known");
-    step(&rows);
+    run(&rows, 1);
     assert_eq!(cached(&pool, t, &all), (all.len() as u32 - 1) / PAGE * PAGE);
     sequence.close().expect("free");
     empty(&pool);
@@ -273,7 +254,7 @@ fn what_is_gone_stays_gone_through_forks_truncation_and_the_host_tier() {
     fork.truncate(2 * PAGE).expect("at an edge");
     rows.add(&fork).expect("a row");
     fork.extend(&[7; 6]).expect("known");
-    step(&rows);
+    run(&rows, 1);
     assert_eq!((gone(&fork), table(&fork).len()), (vec![1], 4));
     green(&pool);
     fork.close().expect("free");
@@ -289,7 +270,7 @@ fn what_is_gone_stays_gone_through_forks_truncation_and_the_host_tier() {
     green(&pool);
     assert_eq!((gone(&sequence), held(&pool, Tier::Device, t)), (vec![1, 2], 5 * BYTES));
     rows.add(&sequence).expect("it runs");
-    step(&rows);
+    run(&rows, 1);
     rows.remove(&sequence).expect("a row");
     // Computed again it is whole again.
     let (out, _) = pool.suspend(&sequence, Wish::Recompute, None, TTL, false).expect("it runs");
@@ -297,7 +278,7 @@ fn what_is_gone_stays_gone_through_forks_truncation_and_the_host_tier() {
     let (back, _) = pool.resume(&sequence, TTL, false).expect("there is room");
     pool.commit_plan(&back).expect("open");
     rows.add(&sequence).expect("it runs");
-    step(&rows);
+    run(&rows, 1);
     green(&pool);
     assert_eq!((gone(&sequence), table(&sequence).len()), (vec![], 7));
     assert_eq!(cached(&pool, t, &(0..25).collect::<Vec<_>>()), 6 * PAGE, "and is hit");
@@ -313,7 +294,7 @@ fn a_page_that_another_sequence_continues_keeps_its_number_until_that_has_gone()
     let other =
         pool.open(t, Open { tokens: tokens.clone(), ..Open::default() }).expect("nothing is admitted");
     rows.add(&other).expect("a row");
-    step(&rows);
+    run(&rows, 1);
     assert_eq!(other.counts().expect("free").cached, 4 * PAGE);
     other.close().expect("free");
     let plan = cut(&pool, t, ALL, &rows);
@@ -358,7 +339,7 @@ fn in_pieces_what_was_committed_is_gone_and_the_rest_as_before() {
     pool.abort_plan(&Plan::from_bytes(&plan.to_bytes()).expect("as it was written")).expect("open");
     green(&pool);
     assert_eq!((gone(&sequence), held(&pool, Tier::Device, t)), (vec![1], before - BYTES));
-    step(&rows);
+    run(&rows, 1);
     green(&pool);
     sequence.close().expect("free");
     empty(&pool);
@@ -388,7 +369,7 @@ fn compressed_pages_can_be_cut_and_in_one_plan_no_page_is_taken_twice() {
     pool.commit_plan(&plan).expect("open");
     green(&pool);
     assert_eq!((gone(&sequence), held(&pool, Tier::Device, t)), (vec![1, 2, 3, 4], before - 4 * 256));
-    step(&rows);
+    run(&rows, 1);
     sequence.close().expect("free");
     empty(&pool);
 }
@@ -440,7 +421,7 @@ fn a_top_up_and_a_recall_cut_before_they_stop_anybody() {
         pool.commit_plan(&plan).expect("open");
         green(&pool);
         assert_eq!((gone(&sequence), rows.rows().expect("free")), (vec![1, 2, 3], 1));
-        step(&rows);
+        run(&rows, 1);
         let face = crate::face::Pages::new(&pool);
         let pages = face.allocate(owner, G, 4).expect("it was given");
         face.release(&pages).expect("they are held");
@@ -455,11 +436,11 @@ fn where_numbers_of_pages_are_short_nothing_breaks_and_they_come_back() {
     let tokens: Vec<_> = (0..4 * PAGE).chain(900..900 + PAGE).collect();
     let other = pool.open(t, Open { tokens, ..Open::default() }).expect("nothing is admitted");
     rows.add(&other).expect("a row");
-    step(&rows);
+    run(&rows, 1);
     other.close().expect("free");
     let plan = cut(&pool, t, ALL, &rows);
     pool.commit_plan(&plan).expect("open");
-    step(&rows);
+    run(&rows, 1);
     pool.reclaim_some(0);
     // Three frames are held and one is cached, but six of seven numbers are taken: that one continues what has gone.
     assert_eq!((pool.slots.allocated(), pool.audit().balance[0].free), (6, 2 * BYTES));
@@ -470,7 +451,7 @@ fn where_numbers_of_pages_are_short_nothing_breaks_and_they_come_back() {
     assert!(matches!(refusal, Error::Refused(_)), "{refusal}");
     green(&pool);
     // Its next full page is settled.
-    step(&rows);
+    run(&rows, 1);
     assert!(sequence.counts().expect("free").written.is_multiple_of(PAGE));
     pages.extend(face.allocate(t, G, 1).expect("nothing continues them any more"));
     face.release(&pages).expect("they are held");
