@@ -7,8 +7,8 @@
 //! are not told at the commit, so nothing is published and both sides do the same: charges, page edges, array writes.
 //! The mutex version is what one would write first: free pages and the charges of a tenant and its two levels behind one
 //! mutex, which a step holds from its first row to its last. Its steps do what ours do: plan each row's tokens, charge and
-//! take pages at edges, write the same arrays, remember what to commit. `publishing` is ours with tokens, in a pool that is full of cached pages: every
-//! new page evicts one, every full page is hashed and published.
+//! take pages at edges, write the same arrays, remember what to commit. `publishing` is ours with tokens, in a pool that is full
+//! of cached pages: every new page evicts one, every full page is hashed and published.
 
 #![allow(clippy::print_stdout, reason = "a bench prints its table")]
 use std::{

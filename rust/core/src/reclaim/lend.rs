@@ -8,7 +8,8 @@
 //!
 //! Reserves, lent ones too, never add up to more than the capacity, at any level: policies are refused else. So while a
 //! lender wants `n` more inside its reserve and is refused, others have `n` beyond *their* reserves. [`Pool::give_back`] takes
-//! these: cached pages that are in the way go, and others' sequences give pages where that is allowed, or stop. Nobody inside his own reserve is touched.
+//! these: cached pages that are in the way go, and others' sequences give pages where that is allowed, or stop. Nobody inside
+//! his own reserve is touched.
 //!
 //! What fits at once is kept for the lender from the plan's building on, the rest from its commit on, and until
 //! [`Pool::lend_unused`]. So what was asked for is there after one plan, if the call was given the batches and sessions in
