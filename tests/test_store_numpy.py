@@ -1,8 +1,5 @@
 """The store over numpy."""
 
-import struct
-import zlib
-
 import numpy as np
 import pytest
 
@@ -40,23 +37,3 @@ def test_queries_in_float64_are_attended_in_float64():
             np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
         with pytest.raises(kvalloc.InvalidArgument, match="it must be float32, float16 or float64"):
             store.attend(0, q.astype(np.longdouble), k, v, batch)
-
-
-def test_steps_of_another_spec_and_numbers_that_no_step_has_are_refused():
-    eight, four = (
-        kvalloc.KVSpec.uniform(layers=1, kv_heads=1, head_dim=16, dtype="float32", page_tokens=tokens)
-        for tokens in (8, 4)
-    )
-    sender = kvalloc.Pool(eight, "1MiB")
-    batch = sender.batch(1, 64)
-    batch.add(sender.open(sender.tenant("a"), range(40)))
-    batch.step()
-    step = kvalloc.StepData.of(batch)
-    with kvalloc.NumpyStore(kvalloc.Pool(four, "1MiB")) as store:
-        q = np.ones((40, 1, 16), np.float32)
-        with pytest.raises(kvalloc.InvalidArgument, match=r"5 pages a row.*10 of 4 tokens"):
-            store.attend(0, q, q, q, step)
-    for groups in (0, 33, 2**31):
-        body = struct.pack("<6I", 0, 0, 0, groups, 0, 0)
-        with pytest.raises(kvalloc.InvalidArgument, match="1 to 32 are possible"):
-            kvalloc.StepData.from_bytes(b"KVSTEP01" + struct.pack("<I", zlib.crc32(body)) + body)

@@ -10,6 +10,7 @@ bytes.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from hashlib import blake2b
 from typing import Any, Final, Literal, SupportsIndex, TypeAlias, cast
 
 from kvalloc import _core, hf
@@ -49,6 +50,8 @@ class KVSpec:
         The same for fixed states.
     model_type : str or None
         What the config called the model.
+    digest : bytes [16]
+        The same for equal specs, in every process.
 
     Examples
     --------
@@ -59,7 +62,16 @@ class KVSpec:
     449376
     """
 
-    __slots__ = ("__weakref__", "_native", "classes", "groups", "layer_map", "model_type", "state_map")
+    __slots__ = (
+        "__weakref__",
+        "_native",
+        "classes",
+        "digest",
+        "groups",
+        "layer_map",
+        "model_type",
+        "state_map",
+    )
 
     _native: _core.Spec
     groups: tuple[LayerGroup, ...]
@@ -67,6 +79,7 @@ class KVSpec:
     layer_map: tuple[Place | None, ...]
     state_map: tuple[Place | None, ...]
     model_type: str | None
+    digest: bytes
 
     def __init__(self) -> None:
         raise TypeError("use KVSpec.uniform, KVSpec.from_groups or KVSpec.from_hf_config")
@@ -283,6 +296,7 @@ class KVSpec:
         spec = _core.Spec(_count("page_tokens", page_tokens, 0, _MOST), native, layout, small)
         self = object.__new__(cls)
         classes = tuple(PageClass(*c) for c in spec.classes)
+        geometry = repr((spec.page_tokens, spec.layout, spec.small, spec.groups, layer_map, state_map))
         for name, value in [
             ("_native", spec),
             ("groups", groups),
@@ -290,6 +304,7 @@ class KVSpec:
             ("layer_map", layer_map),
             ("state_map", state_map),
             ("model_type", model_type),
+            ("digest", blake2b(geometry.encode(), digest_size=16, person=b"kvalloc spec").digest()),
         ]:
             object.__setattr__(self, name, value)
         return self

@@ -523,10 +523,10 @@ class BaseStore(ABC, Generic[A]):
     def _rows(self, batch: Shown, group: int) -> Rows:
         """What the batch's newest step asks of a group; worked out once a step."""
         if isinstance(batch, StepData):
-            if len(batch.block_tables) != len(self.spec.groups):
+            if batch.spec_digest != self.spec.digest or len(batch.block_tables) != len(self.spec.groups):
                 raise InvalidArgument(
-                    f"the step is of {len(batch.block_tables)} layer groups, and the store's spec has "
-                    f"{len(self.spec.groups)}: the rank that sent it has another spec"
+                    f"the step is of another spec than the store's {self.spec!r}: make the pools of all "
+                    "ranks with the same one"
                 )
             step: object = batch
         elif isinstance(batch, Batch):

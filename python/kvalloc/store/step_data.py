@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from kvalloc._core import Batch
 from kvalloc.errors import InvalidArgument
 
-__all__ = ["Shown", "StepData"]
+__all__ = ["Shown", "StepData", "fit_together"]
 
 _MAGIC: Final = b"KVSTEP01"
-# What follows is checksummed: rows, tokens, copies, layer groups, columns of a block table; then the arrays.
+# What follows is checksummed: digest of the spec; rows, tokens, copies, layer groups, columns of a block
+# table; then the arrays.
 _HEAD: Final = struct.Struct("<8sI")
-_COUNTS: Final = struct.Struct("<5I")
+_COUNTS: Final = struct.Struct("<16s5I")
 _MOST_GROUPS: Final = 32
 
 
@@ -31,6 +32,8 @@ class StepData:
 
     Attributes
     ----------
+    spec_digest : bytes [16]
+        `KVSpec.digest` of the batch's pool. A store of another spec refuses the step.
     num_rows, num_tokens : int
         Of the step.
     query_start_loc : int32 [num_rows + 1]
@@ -54,6 +57,7 @@ class StepData:
     (20, True)
     """
 
+    spec_digest: bytes
     num_rows: int
     num_tokens: int
     query_start_loc: NDArray[np.int32]
@@ -75,8 +79,10 @@ class StepData:
         Raises
         ------
         InvalidArgument
-            It has taken no step yet.
+            It is no batch, or has taken no step yet.
         """
+        if not isinstance(batch, Batch):
+            raise InvalidArgument(f"batch must be a kvalloc.Batch, not {batch!r}")
         if not batch.step_id:
             raise InvalidArgument("the batch has taken no step yet; call batch.step() first")
         step, spec = batch.last, batch.pool.spec
@@ -85,6 +91,7 @@ class StepData:
         width = -(-int(lens.max(initial=0)) // spec.page_tokens)
         groups = range(len(spec.groups))
         return cls(
+            spec.digest,
             rows,
             tokens,
             batch.query_start_loc[: rows + 1].copy(),
@@ -115,7 +122,8 @@ class StepData:
         """As bytes, with a checksum, for other ranks. Who may send them is not decided here."""
         groups = len(self.block_tables)
         width = self.block_tables[0].shape[1]
-        body = _COUNTS.pack(self.num_rows, self.num_tokens, len(self.copies), groups, width)
+        counts = (self.num_rows, self.num_tokens, len(self.copies), groups, width)
+        body = _COUNTS.pack(self.spec_digest, *counts)
         body += b"".join(array.tobytes() for array in self._arrays())
         return _HEAD.pack(_MAGIC, zlib.crc32(body)) + body
 
@@ -129,15 +137,22 @@ class StepData:
     def from_bytes(cls, data: bytes) -> Self:
         """What `to_bytes` wrote.
 
+        Parameters
+        ----------
+        data : bytes
+
         Raises
         ------
         InvalidArgument
-            These bytes are no step, or were altered on the way.
+            These are no bytes or no step, were altered on the way, or have numbers that no step has. Pages
+            are checked by the store that is to read them.
         """
+        if not isinstance(data, bytes):
+            raise InvalidArgument(f"a step is read from bytes, not {type(data).__name__}; use bytes(...)")
         start = _HEAD.size + _COUNTS.size
         if len(data) < start or data[: len(_MAGIC)] != _MAGIC:
             raise InvalidArgument(f"these {len(data):,} bytes are no step; send those of StepData.to_bytes")
-        rows, tokens, copies, groups, width = _COUNTS.unpack_from(data, _HEAD.size)
+        digest, rows, tokens, copies, groups, width = _COUNTS.unpack_from(data, _HEAD.size)
         sizes = [2 * groups * tokens, rows + 1, rows, tokens, 3 * copies, groups * rows * width]
         whole = len(data) == start + 4 * sum(sizes)
         if not whole or _HEAD.unpack_from(data)[1] != zlib.crc32(data[_HEAD.size :]):
@@ -151,7 +166,13 @@ class StepData:
             )
         words = np.frombuffer(data, np.int32, offset=start)
         slots, starts, lens, positions, pages, tables = np.split(words, np.cumsum(sizes[:-1]))
+        if not fit_together(starts, lens, tokens):
+            raise InvalidArgument(
+                f"no step of {tokens:,} tokens in {rows:,} rows has this query_start_loc and these seq_lens: "
+                "send what to_bytes wrote"
+            )
         return cls(
+            digest,
             rows,
             tokens,
             starts,
@@ -161,6 +182,23 @@ class StepData:
             tuple(tables.reshape(groups, rows, width)),
             tuple(slots.view(np.int64).reshape(groups, tokens)),
         )
+
+
+def fit_together(starts: NDArray[np.int32], lens: NDArray[np.int32], num_tokens: int) -> bool:
+    """Whether a step of so many tokens can have these arrays.
+
+    Parameters
+    ----------
+    starts : int32 [rows + 1]
+        As `Batch.query_start_loc`.
+    lens : int32 [rows]
+        As `Batch.seq_lens`.
+    num_tokens : int
+        Of the step.
+    """
+    wide = starts.astype(np.int64)  # differences of int32 may not be
+    counts = np.diff(wide)
+    return bool(wide[0] == 0 and wide[-1] == num_tokens and (counts >= 0).all() and (lens >= counts).all())
 
 
 Shown: TypeAlias = Batch | StepData

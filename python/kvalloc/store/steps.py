@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvalloc.errors import InvalidArgument
 from kvalloc.store.geometry import ClassGeometry
-from kvalloc.store.step_data import Shown
+from kvalloc.store.step_data import Shown, fit_together
 
 __all__ = ["Rows", "Together", "group_rows", "read_step"]
 
@@ -142,25 +142,24 @@ def read_step(
     """
     step = batch.last
     num_rows, num_tokens = step.num_rows, step.num_tokens
-    starts = batch.query_start_loc[: num_rows + 1].astype(np.int64)
-    counts = np.diff(starts)
-    rows = np.flatnonzero(counts)
-    counts = counts[rows]
-    lens = batch.seq_lens[rows].astype(np.int64)
-    kind, window = page.group.kind, page.group.window
-    if num_tokens and ((lens < counts).any() or starts[-1] != num_tokens):
+    shown = batch.query_start_loc[: num_rows + 1], batch.seq_lens[:num_rows]
+    if not fit_together(*shown, num_tokens):
         raise InvalidArgument(
             f"the batch's arrays don't show its step of {num_tokens} tokens: "
             "attend before rows are added or removed, and don't write into them"
         )
+    starts, lens = (array.astype(np.int64) for array in shown)
+    counts = np.diff(starts)
+    rows = np.flatnonzero(counts)
+    counts, lens = counts[rows], lens[rows]
+    kind, window = page.group.kind, page.group.window
     first = first_positions(kind, window, lens - counts) // page_tokens
     end = -(-lens // page_tokens)
     table = batch.block_table(group)
     if (width := int(end.max(initial=0))) > table.shape[1]:
         raise InvalidArgument(
             f"block_table of group {page.group.name!r} has {table.shape[1]} pages a row, and a sequence of "
-            f"the step has {width} of {page_tokens} tokens: the rank that sent it has another spec, or it "
-            "was altered"
+            f"the step has {width} of {page_tokens} tokens: no batch has shown this"
         )
     gone = _given_up(table, rows, first, (lens - counts) // page_tokens, end, page, small)
     if gone is not None:
