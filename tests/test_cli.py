@@ -19,6 +19,7 @@ from rich.console import Console
 import kvalloc
 from kvalloc.cli import main
 from kvalloc.cli.live import LiveView, bar, clock
+from kvalloc.cli.plan import print_plan
 from kvalloc.cli.report import render
 from kvalloc.cli.summary import seconds, short, wrapped
 from kvalloc.cli.traffic import Traffic, choose
@@ -546,6 +547,32 @@ def test_plan_reclaims_from_all_or_one(run, live):
         assert "100 MiB asked for (dry)" in out
         assert re.search(r"missing +\d", out)
         assert ("offload" in out) == (live == "preempt")
+
+
+def test_a_plan_tells_tokens_that_are_computed_again_from_those_that_are_lost():
+    pool = kvalloc.Pool(kvalloc.KVSpec.uniform(layers=2, kv_heads=2, head_dim=64), "4MiB")
+    batch, sequence = pool.batch(1, 512), pool.open(pool.tenant("acme", cut=16), range(120))
+    batch.add(sequence)
+    batch.step()
+    batch.commit([1])
+    lost = pool.cut("acme", "1GiB", batch=batch, dry_run=True)
+    again = pool.suspend(sequence, mode="recompute", batch=batch)
+    for plan, tokens, column in ((lost, "80", "tokens lost"), (again, "120", "tokens again")):
+        console = Console(file=io.StringIO(), width=110)
+        print_plan(plan, pool, console)
+        lines = console.file.getvalue().splitlines()
+        head = next(at for at, line in enumerate(lines) if line.startswith("sequence"))
+        assert lines[head + 1].split()[-1] == tokens
+        assert len(lines[head + 1].rstrip()) == lines[head].index(column) + len(column)
+
+
+def test_a_word_that_is_too_long_is_not_said_back_whole(run):
+    for words in (("plan", "reclaim", "x" * 5000, "1GiB"), ("replay", "--reclaim", f"{'x' * 5000}=1GiB@3")):
+        code, _, err = run(*words)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "xxx..." in err
+        assert "there are agent, batch, chat" in err
+        assert len(err) < 500
 
 
 def test_python_m_kvalloc_is_the_command():

@@ -24,6 +24,7 @@ Layout: TypeAlias = Literal["page_major", "layer_major"]
 Place: TypeAlias = tuple[int, int]
 
 _MOST: Final = 2**32 - 1
+_MOST_PAGE_TOKENS: Final = 2**16
 
 
 class KVSpec:
@@ -293,7 +294,7 @@ class KVSpec:
             )
             for g in groups
         ]
-        spec = _core.Spec(_count("page_tokens", page_tokens, 0, _MOST), native, layout, small)
+        spec = _core.Spec(_count("page_tokens", page_tokens, 1, _MOST_PAGE_TOKENS), native, layout, small)
         self = object.__new__(cls)
         classes = tuple(PageClass(*c) for c in spec.classes)
         geometry = repr((spec.page_tokens, spec.layout, spec.small, spec.groups, layer_map, state_map))

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_MODEL", "check_tenant", "fail", "reclaim_of", "size_of", "spec_of"]
 
 DEFAULT_MODEL = "Qwen2.5-7B"
+LONGEST = 200  # characters of a word that are shown again: a longer one is no name or path
 LEAST = 1 << 20  # a number without a unit below this is more likely meant as GiB
 
 
 def fail(message: str) -> NoReturn:
     """Print one line to stderr and leave with exit code 2."""
-    print(f"kvalloc: error: {' '.join(message.split())}", file=sys.stderr)
+    words = (word if len(word) <= LONGEST else f"{word[: LONGEST // 2]}..." for word in message.split())
+    print(f"kvalloc: error: {' '.join(words)}", file=sys.stderr)
     sys.exit(2)
 
 

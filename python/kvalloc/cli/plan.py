@@ -144,19 +144,8 @@ def print_plan(plan: kvalloc.Plan, pool: kvalloc.Pool, console: Console) -> None
     if plan.copy_seconds is not None and any(plan.copied):
         table.add_row("copying takes about", f"{plan.copy_seconds * 1e3:.1f} ms")
     console.print(table)
-    victims = plan.victims
-    if victims:
-        table = Table(box=None, pad_edge=False)
-        for name in ("sequence", "tenant", "becomes"):
-            table.add_column(name)
-        for name in ("bytes back", "tokens again"):
-            table.add_column(name, justify="right")
-        for victim in victims[:SHOWN]:
-            back = format_bytes(victim.bytes)
-            table.add_row(str(victim.number), victim.tenant, victim.fate, back, f"{victim.tokens:,}")
-        console.print(table)
-        if len(victims) > SHOWN:
-            console.print(f"and {len(victims) - SHOWN} more sequences", highlight=False)
+    if plan.victims:
+        _print_victims(plan.victims, console)
     table = Table(box=None, pad_edge=False)
     table.add_column("tenant")
     for name in ("held", "cached", "pinned", "reserve"):
@@ -166,3 +155,18 @@ def print_plan(plan: kvalloc.Plan, pool: kvalloc.Pool, console: Console) -> None
         table.add_row(tenant.name, *map(format_bytes, figures))
     console.print("\nat this moment", highlight=False)
     console.print(table)
+
+
+def _print_victims(victims: list[kvalloc.Victim], console: Console) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in ("sequence", "tenant", "becomes"):
+        table.add_column(name)
+    for name in ("bytes back", "tokens again", "tokens lost"):
+        table.add_column(name, justify="right")
+    for victim in victims[:SHOWN]:
+        back, tokens = format_bytes(victim.bytes), f"{victim.tokens:,}"
+        counts = ("", tokens) if victim.fate == "trimmed" else (tokens, "")
+        table.add_row(str(victim.number), victim.tenant, victim.fate, back, *counts)
+    console.print(table)
+    if len(victims) > SHOWN:
+        console.print(f"and {len(victims) - SHOWN} more sequences", highlight=False)
