@@ -66,10 +66,13 @@ def test_the_tenant_has_to_allow_it():
     with pytest.raises(kvalloc.InvalidArgument, match=r"'a'|\"a\".*cut=tokens"):
         here.cut()
     assert here.pool.tenant("b").cut is None
-    for wrong in (0, -1, True, "12", 1.5):
-        with pytest.raises(kvalloc.InvalidArgument):
+    for wrong in (0, -1, True, "12", 1.5, 2**32):
+        with pytest.raises(kvalloc.InvalidArgument, match="from 1 to 4294967295"):
             here.tenant.set(cut=wrong)
+        with pytest.raises(kvalloc.InvalidArgument, match="from 1 to 4294967295"):
+            here.pool.tenant("c", cut=wrong)
     assert here.tenant.cut is None
+    assert [tenant.name for tenant in here.pool.tenants()] == ["a", "b"]
 
 
 def test_what_means_nothing_is_refused():
@@ -133,6 +136,32 @@ def test_a_dry_run_and_an_abort_change_nothing():
     assert here.pool.audit().ok
     with here.pool.open(here.tenant, range(200)) as twin:
         assert twin.cached_tokens == 8 * TOKENS, "found as before"
+
+
+def test_a_cut_that_expires_is_an_aborted_one():
+    here = side(clock="manual")
+    held, table = here.tenant.held, here.seq.block_table().tolist()
+    plan = here.cut(2 * PAGE, ttl=5)
+    here.pool.advance(6.0)
+    with pytest.raises(kvalloc.PlanError) as late:
+        plan.commit()
+    assert late.value.state == plan.state == "expired"
+    assert (here.tenant.held, here.seq.block_table().tolist()) == (held, table)
+    assert here.pool.stats().cut_pages == 0
+    assert here.pool.audit().ok
+
+
+def test_a_sequence_that_closes_while_its_cut_is_open_gives_all_back_once():
+    here = side()
+    plan = here.cut()
+    here.batch.remove(here.seq)
+    here.seq.close()
+    plan.commit()
+    assert here.tenant.held == 0
+    assert here.pool.audit().ok
+    here.pool.close()
+    with pytest.raises(kvalloc.ClosedError):
+        here.cut()
 
 
 def test_what_is_cut_is_not_found_and_not_written_on():

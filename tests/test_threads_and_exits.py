@@ -97,6 +97,36 @@ def test_threads_in_one_sequence_and_batch(spec):
     check_idle(pool)
 
 
+def test_threads_that_cut_a_context_and_go_on_with_it():
+    pool = make_pool(60, SPECS["full"])
+    tenant = pool.tenant("a", cut=8)
+    batch, seq = pool.batch(2, 200), pool.open("a", ids(60))
+    batch.add(seq)
+    batch.step()
+    batch.commit([1])
+
+    def cut(end):
+        plan = pool.cut("a", PAGE, batch=batch)
+        with contextlib.suppress(kvalloc.PlanError):
+            getattr(plan, end)()
+
+    race(
+        [
+            lambda: cut("commit"),
+            lambda: cut("abort"),
+            lambda: (batch.step(), batch.commit([1])),
+            lambda: (tenant.set(cut=16), tenant.set(cut=8)),
+            lambda: seq.fork().close(),
+            lambda: pool.open("a", ids(60)).close(),
+            lambda: pool.audit().ok or pytest.fail("books"),
+        ]
+    )
+    assert pool.stats().cut_pages > 0
+    seq.close()
+    batch.close()
+    check_idle(pool)
+
+
 def test_a_second_thread_gets_sequence_busy(pool):
     """A long prompt is looked up without holding the interpreter; meanwhile others work."""
     long = ids(40_000)

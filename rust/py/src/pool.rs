@@ -695,8 +695,9 @@ impl Pool {
     /// Notes
     /// -----
     /// A page whose sequence was swapped out can't be found until it is back: "removed" is told when the plan that takes it off the
-    /// device is committed, "stored" when one has brought it back. So is "removed" for a page that is compressed. While a plan is
-    /// open its pages are not found either, and nothing is told: it may be aborted. ``tier`` is always "device".
+    /// device is committed, "stored" when one has brought it back. So is "removed" for a page that is compressed or cut, and for
+    /// those of its sequence behind a cut, if it stands in a batch with that one's next step. While a plan is open its pages are
+    /// not found either, and nothing is told: it may be aborted. ``tier`` is always "device".
     ///
     /// Copies of one content that did not know of each other may be told of one by one. Whoever keeps the keys as a set, by scope
     /// and group, never has one that can't be found, and may lack one that can.
