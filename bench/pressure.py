@@ -71,9 +71,8 @@ def main() -> None:
     for policy in POLICIES:
         one = result["policies"][policy] = serve(asked.trace, policy, asked)
         print(f"{policy:10} {one['finished_per_s']:.4f} finished/s ", end="")
-        print(
-            ", ".join(f"{key} {value}" for key, value in one.items() if key != "finished_per_s"), flush=True
-        )
+        shown = {key: f"{value:.3f}" if isinstance(value, float) else value for key, value in one.items()}
+        print(", ".join(f"{key} {shown[key]}" for key in shown if key != "finished_per_s"), flush=True)
     if asked.json:
         asked.json.write_text(json.dumps(result, indent=1) + "\n")
 
