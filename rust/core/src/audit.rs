@@ -26,6 +26,7 @@
 mod tests;
 
 use crate::{
+    index::is_linked_life,
     page::Link,
     plan::Move,
     pool::Pool,
@@ -243,9 +244,6 @@ impl<'a> Audit<'a> {
         if !pool.slots.is_allocated(id) && !word.is_leaving() {
             return Some("live, and yet its id is in the free set".into());
         }
-        if word.is_cached() && !word.is_queued() {
-            return Some("cached, and yet in no eviction order".into());
-        }
         if pool.ledger.parent(pool.pages.payer(id)).is_none() && pool.pages.payer(id) != TenantId(0) {
             return Some(format!("its payer {} is no tenant", pool.pages.payer(id)));
         }
@@ -293,7 +291,7 @@ impl<'a> Audit<'a> {
                 None => return Some(format!("continues {parent:?}, which is no page")),
             }
             let above = pool.pages.read(parent.id);
-            if !above.is_indexed() || (above.generation().0 ^ parent.generation.0) & (u32::MAX >> 1) != 0 {
+            if !above.is_indexed() || !is_linked_life(parent.generation, above.generation()) {
                 return Some(format!("continues {parent:?}, which has gone: nobody can reach it"));
             }
         }
@@ -369,8 +367,15 @@ impl<'a> Audit<'a> {
         }
         for id in (0..pool.pages.len()).map(PageId) {
             let (counted, found) = (pool.pages.children(id), self.children[id.as_usize()]);
-            if !pool.pages.read(id).is_free() && counted != found {
+            let word = pool.pages.read(id);
+            if !word.is_free() && counted != found {
                 self.find(Some(id), format!("{id} counts {counted} children in the index, and has {found}"));
+            }
+            if word.is_aside() && found == 0 && !word.is_leased() {
+                self.find(
+                    Some(id),
+                    format!("{id} is cached, nothing keeps it, and it is in no eviction order"),
+                );
             }
         }
         let faults = [

@@ -11,10 +11,15 @@
 //! | --- | --- |
 //! | held or pinned | takes it out of the order: it comes back when it is released |
 //! | visited | clears the bit, puts it last among the proven |
-//! | others in the index continue it | puts it last among the proven: children leave first |
+//! | others in the index continue it | sets it aside: it comes back, ahead of all others, when the last of them has left |
+//! | a copy uses its frame | the same, until the copy has ended |
 //! | protected, not expired | spends one level of its protection, puts it last in the longer queue |
-//! | a copy uses its frame | puts it last among the proven |
 //! | none of these | evicts it: LEAVING, and its key becomes a ghost |
+//!
+//! So what can't leave is met once, and not again and again. As a rule it is not even met: sequences let go of children before
+//! parents, so a prompt stands in the order as it leaves, and the hand that took a child knows that it does not count any more.
+//! Visits come first in the table, for the same reason: the pages of a prompt that was hit stay together. If they were set aside
+//! with a visit to be used up, each would come back alone, when the one behind it has left, and stay for a round of its own.
 //!
 //! When ghosts come back the share of the queue that lost them grows ([`Orders::recall`]), by more if that queue's
 //! ghosts are the fewer, as in ARC. The first change: a sequence comes back with a whole run of pages, so the run is
@@ -31,15 +36,20 @@
 //! | 2, 3 | proven: head and tail |
 //! | 4 | how many stand in them: new (0-31), proven (32-63); counted before a page is linked, until after it is taken |
 //! | 5 | the share of the new (0-23, of 2^24, XOR [`START_SHARE`]); ghosts made of new (24-43) and of proven pages (44-63), halved together |
-//! | 6 | 1: the last full round found every page kept by its children, and nothing has changed since |
+//! | 6 | ahead: the pages that were set aside and can leave now, the last one on top (`evict/queue.rs`); not counted in word 4 |
 //! | 7 | a hint, on which nothing but speed hangs: bit 0 the last hand that came in is there, the rest counts its moves and the hands before it |
 //!
 //! # Invariant
 //!
-//! A QUEUED page stands in one queue of its payer, or in the hand of one thread inside [`Orders::victims`] or
-//! [`Orders::enqueue`]. A thread that stops with some pages in its hand keeps these few from being evicted, and stops
-//! nobody: hits, releases and the other pages go on. A hand that finds another one in the order waits as long as that moves, up
-//! to a bound, then comes in beside it. Who gets a page from `victims` owns it LEAVING.
+//! A QUEUED page stands in one queue of its payer or ahead of them, or in the hand of one thread inside [`Orders::victims`],
+//! [`Orders::enqueue`] or [`Orders::relist`]. A thread that stops with some pages in its hand keeps these few from being evicted,
+//! and stops nobody: hits, releases and the other pages go on. A hand that finds another one in the order waits as long as that
+//! moves, up to a bound, then comes in beside it. Who gets a page from `victims` owns it LEAVING.
+//!
+//! A cached page that is not QUEUED was set aside: it has a child in the index, or is LEASED, or the thread that has just changed
+//! that is about to put it back. Whoever sets a page aside, takes its last child away or ends its lease looks at both words
+//! afterwards ([`Orders::relist`]), at the one that it did not change by adding to it or exchanging it. So of two who change one
+//! word each at the same time, one sees what the other did, and who sees that nothing keeps the page sets QUEUED, once.
 //!
 //! A page with children is never evicted: only a held page gains a child, a hold sets VISITED, and nobody but the hand
 //! clears it; so "no children" still holds if the page's word did not change. A child that the same hand has just taken
@@ -56,13 +66,13 @@ mod models;
 mod tests;
 
 use crate::{
-    index::page_before,
+    index::{is_linked_life, page_before},
     page::Pages,
     sync::{Atom, AtomicU64, Words},
     word::{PageId, PageRef, TenantId, page::PageWord},
 };
 use ghost::Ghosts;
-use queue::{Hand, Node, Queue, Spares};
+use queue::{Hand, Node, Queue, Spares, Stack};
 
 /// Order nodes that [`Pages::new`] must have beyond its pages, for each tenant.
 pub(crate) const NODES_PER_TENANT: u32 = 2;
@@ -70,7 +80,7 @@ pub(crate) const NODES_PER_TENANT: u32 = 2;
 const STRIDE: usize = 8;
 const COUNTS: usize = 4;
 const SHARE: usize = 5;
-const STUCK: usize = 6;
+const AHEAD: usize = 6;
 const HAND: usize = 7;
 /// The hand that comes behind what the word says: inside, and like none before it.
 const fn next_hand(word: u64) -> u64 {
@@ -86,10 +96,6 @@ const START_SHARE: u64 = ONE_SHARE / 10 * 7;
 const LOST_BITS: u32 = 20;
 const LOST_MAX: u64 = (1 << LOST_BITS) - 1;
 
-/// How many proven pages in a row may be kept by their children before the hand looks among the new.
-const BLOCKED: u32 = 8;
-/// Steps of a call while the order is stuck.
-const STUCK_STEPS: u64 = 16;
 /// How many protected pages one call spares.
 const SPARED: u32 = 16;
 /// Changes of the share are never bigger than in an order of so many pages.
@@ -107,6 +113,12 @@ impl Half {
         match self {
             Self::New => 1,
             Self::Proven => 1 << 32,
+        }
+    }
+    const fn other(self) -> Self {
+        match self {
+            Self::New => Self::Proven,
+            Self::Proven => Self::New,
         }
     }
 }
@@ -154,11 +166,13 @@ impl Protection {
 /// What the hand does with a page it holds.
 enum Verdict {
     /// It has been evicted.
-    Out(PageWord),
+    Out,
     /// It is not in the order any more.
     Dropped,
-    /// To the end of this half; `kept`: by something that other proven pages may have as well.
-    Back { to: Half, kept: bool },
+    /// It is not in the order any more, until nothing keeps it: to be asked again at once, for that may be so already.
+    Aside,
+    /// To the end of this half; `stuck`: it can't leave, and can't be set aside either.
+    Back { to: Half, stuck: bool },
 }
 
 /// The eviction orders of all tenants, and the ghosts.
@@ -203,7 +217,11 @@ impl Orders {
         }
     }
 
-    /// How many pages stand in a tenant's order.
+    fn ahead(&self, tenant: TenantId) -> Stack<'_> {
+        Stack(self.word(tenant, AHEAD))
+    }
+
+    /// How many pages stand in a tenant's queues.
     pub(crate) fn queued(&self, tenant: TenantId) -> Queued {
         let counts = self.word(tenant, COUNTS).get();
         Queued { new: counts as u32, proven: (counts >> 32) as u32 }
@@ -229,24 +247,32 @@ impl Orders {
                 self.queue(tenant, half).push(pages, items.map(|(_, &id)| (id, self.spares.of(id))));
             }
         }
-        if !ids.is_empty() {
-            self.unstick(tenant);
-        }
     }
 
-    /// One child of a page has left the index; with the last one the page itself can leave.
+    /// One child of a page has left the index; with the last one the page itself can leave. (The link tells its life but for
+    /// the generation's top bit: `parent` as it says.)
     pub(crate) fn lose_child(&self, pages: &Pages, parent: PageRef) {
         if pages.remove_child(parent.id) {
-            self.unstick(pages.payer(parent.id));
+            self.put_ahead(pages, parent);
         }
     }
 
-    /// Something can leave now that could not before. (Without this call it would still be found, but later.)
-    #[inline]
-    fn unstick(&self, tenant: TenantId) {
-        let stuck = self.word(tenant, STUCK);
-        if stuck.get() != 0 {
-            stuck.put(0);
+    /// A page was set aside, or a copy of one that was has ended: it goes back, if nothing keeps it.
+    pub(crate) fn relist(&self, pages: &Pages, page: PageRef) {
+        if pages.children_now(page.id) == 0 {
+            self.put_ahead(pages, page);
+        }
+    }
+
+    /// A page without children goes ahead of its order, if it stands nowhere and nothing else keeps it.
+    fn put_ahead(&self, pages: &Pages, page: PageRef) {
+        let listed = pages.transit_with(page.id, |word| {
+            let next = word.relist().filter(|_| is_linked_life(page.generation, word.generation()))?;
+            // That of this life, if the word is the same afterwards.
+            Some((next, pages.payer(page.id)))
+        });
+        if let Ok(payer) = listed {
+            self.ahead(payer).push(pages, &self.spares, page.id);
         }
     }
 
@@ -281,8 +307,7 @@ impl Orders {
     /// `now` is the tick for [`Protection`]. Without it neither hits nor protection count, and nothing is remembered: for
     /// emptying an order, and as the last resort before an allocation is refused.
     ///
-    /// A page costs one step as a rule, and never more than two rounds over the order; after two rounds in vain (with
-    /// `now`) a few steps, until [`Self::enqueue`] or [`Self::lose_child`].
+    /// A page costs one step as a rule, and never more than two rounds over the order.
     pub(crate) fn victims(
         &self,
         pages: &Pages,
@@ -291,33 +316,37 @@ impl Orders {
         n: usize,
         mut out: impl FnMut(PageId, PageWord) -> Option<PageRef>,
     ) -> usize {
-        let stuck = self.word(tenant, STUCK);
-        let steps = |queued: Queued| match now {
-            Some(_) if stuck.get() != 0 => STUCK_STEPS,
-            _ => 2 * queued.all() + u64::from(BLOCKED),
-        };
         let mut inside = self.enter(tenant);
         let mut queued = self.queued(tenant);
-        let mut search = Search::new(steps(queued));
+        let mut search = Search::new(queued);
         let (mut taken, mut lost) = (0, Queued::default());
         // What the page taken last continues. Most often that is the page that comes next, and leaves too.
         let mut orphaned: Option<PageRef> = None;
         while taken < n && search.steps > 0 {
-            let (mut half, mut most) = self.above_share(tenant, queued);
-            if search.blocked >= BLOCKED {
-                half = Half::New;
-            } else if half == Half::Proven {
-                most = most.min((BLOCKED - search.blocked) as usize);
+            if let Some(parent) = orphaned.take_if(|parent| pages.read(parent.id).is_aside()) {
+                self.lose_child(pages, parent);
             }
-            let most = most.min(n - taken).min(search.steps as usize);
-            let (half, hand) = self.pop(pages, tenant, half, most);
+            let (from, hand) = match self.ahead(tenant).pop(pages, &self.spares) {
+                Some(first) => (None, Hand::from(first)),
+                None => {
+                    let (half, most) = match search.instead.take() {
+                        Some(half) => (half, 1),
+                        None => self.above_share(tenant, queued),
+                    };
+                    let most = most.min(n - taken).min(search.steps as usize);
+                    let (half, hand) = self.pop(pages, tenant, half, most);
+                    (Some(half), hand)
+                }
+            };
             if hand.is_empty() {
                 break;
             }
+            let counted = from.map_or(0, Half::count);
             let longer = if queued.new > queued.proven { Half::New } else { Half::Proven };
             let mut gone = 0;
             for (id, node) in hand {
-                search.steps -= 1;
+                // (Nothing gets ahead but by what leaves, so that ends by itself.)
+                search.steps -= u64::from(from.is_some());
                 if let Some(parent) = orphaned.take_if(|parent| parent.id != id) {
                     self.lose_child(pages, parent);
                 }
@@ -327,9 +356,10 @@ impl Orders {
                     longer,
                     children: u32::from(orphaned.is_some()),
                 };
-                match self.judge(pages, id, &node, terms, &mut search.spared) {
-                    Verdict::Out(word) => {
-                        gone += half.count();
+                let (verdict, word) = self.judge(pages, id, &node, terms, &mut search.spared);
+                match verdict {
+                    Verdict::Out => {
+                        gone += counted;
                         taken += 1;
                         if now.is_some() && word.is_indexed() {
                             self.ghosts.remember(tenant, pages.key(id), word.is_proven());
@@ -338,13 +368,17 @@ impl Orders {
                         }
                         // Its own child count, with what was left to lower it by, ends with it.
                         orphaned = out(id, word);
-                        search = Search::new(steps(queued));
+                        search = Search::new(queued);
                     }
-                    Verdict::Dropped => gone += half.count(),
-                    Verdict::Back { to, kept } => {
-                        search.blocked += u32::from(kept && half == Half::Proven);
-                        if half != to {
-                            self.word(tenant, COUNTS).plus(to.count().wrapping_sub(half.count()));
+                    Verdict::Dropped => gone += counted,
+                    Verdict::Aside => {
+                        gone += counted;
+                        self.relist(pages, PageRef { id, generation: word.generation() });
+                    }
+                    Verdict::Back { to, stuck } => {
+                        search.instead = from.filter(|_| stuck).map(Half::other);
+                        if to.count() != counted {
+                            self.word(tenant, COUNTS).plus(to.count().wrapping_sub(counted));
                         }
                         self.queue(tenant, to).push(pages, std::iter::once((id, node)));
                     }
@@ -364,10 +398,6 @@ impl Orders {
             let _ = self.word(tenant, SHARE).transit(|word| Some(count_lost(word, lost, queued.all())));
         }
         self.leave(tenant, inside);
-        if search.steps == 0 {
-            // An order that others' pages keep as it is (a shared prefix) is not walked through again and again.
-            stuck.put(1);
-        }
         taken
     }
 
@@ -380,20 +410,34 @@ impl Orders {
         tenant: TenantId,
         mut out: impl FnMut(PageId, PageWord) -> Option<PageRef>,
     ) {
+        let mut take = |id: PageId, node: &Node| {
+            let word = pages.read(id);
+            let lost = word.is_cached()
+                && pages.children(id) == 0
+                && (word.is_away() || continues_lost(pages, id, word));
+            let Some(word) = lost.then(|| take_leaf(pages, id, word)).flatten() else { return false };
+            self.spares.set(id, node);
+            if let Some(parent) = out(id, word) {
+                self.lose_child(pages, parent);
+            }
+            true
+        };
+        let take_ahead = |take: &mut dyn FnMut(PageId, &Node) -> bool| {
+            while let Some((id, node)) = self.ahead(tenant).pop(pages, &self.spares) {
+                if !take(id, &node) {
+                    self.word(tenant, COUNTS).plus(Half::Proven.count());
+                    self.queue(tenant, Half::Proven).push(pages, std::iter::once((id, node)));
+                }
+            }
+        };
         let Queued { new, proven } = self.queued(tenant);
+        take_ahead(&mut take);
         for (half, n) in [(Half::New, new), (Half::Proven, proven)] {
             for _ in 0..n {
                 let Some((id, node)) = self.queue(tenant, half).pop(pages, 1).next() else { break };
-                let word = pages.read(id);
-                let lost = word.is_cached()
-                    && pages.children(id) == 0
-                    && (word.is_away() || continues_lost(pages, id, word));
-                if lost && let Some(word) = take_leaf(pages, id, word) {
+                if take(id, &node) {
                     self.word(tenant, COUNTS).minus(half.count());
-                    self.spares.set(id, &node);
-                    if let Some(parent) = out(id, word) {
-                        self.lose_child(pages, parent);
-                    }
+                    take_ahead(&mut take);
                 } else {
                     self.queue(tenant, half).push(pages, std::iter::once((id, node)));
                 }
@@ -402,8 +446,8 @@ impl Orders {
     }
 
     /// A hand comes into an order, behind the one that is there, unless that stands still or takes long. Two at once get along, but
-    /// take the end of a prompt out between them: who holds the page before it finds that a child keeps it, and puts it behind all
-    /// others, where whole prompts then stand in no order.
+    /// take the end of a prompt out between them: who holds the page before it finds that a child keeps it, and has to set the
+    /// rest of the prompt aside, page by page.
     fn enter(&self, tenant: TenantId) -> u64 {
         let word = self.word(tenant, HAND);
         let mut now = word.first();
@@ -450,12 +494,19 @@ impl Orders {
         if !hand.is_empty() {
             return (half, hand);
         }
-        let other = if half == Half::New { Half::Proven } else { Half::New };
+        let other = half.other();
         (other, self.queue(tenant, other).pop(pages, most))
     }
 
-    /// Decide about a page that was just popped (see the table at the head of this file).
-    fn judge(&self, pages: &Pages, id: PageId, node: &Node, terms: Terms, spared: &mut u32) -> Verdict {
+    /// Decide about a page that was just popped (see the table at the head of this file): the word that it has then.
+    fn judge(
+        &self,
+        pages: &Pages,
+        id: PageId,
+        node: &Node,
+        terms: Terms,
+        spared: &mut u32,
+    ) -> (Verdict, PageWord) {
         let word = pages.word(id);
         let mut now = word.first();
         loop {
@@ -468,31 +519,32 @@ impl Orders {
                 continue;
             }
             let (next, verdict) = if let Some(next) = page.dequeue() {
-                self.spares.set(id, node);
                 (next, Verdict::Dropped)
             } else if terms.visits && page.is_visited() {
-                (page.pass(true), Verdict::Back { to: Half::Proven, kept: false })
-            } else if pages.children(id) > terms.children {
-                (page.pass(true), Verdict::Back { to: Half::Proven, kept: true })
+                (page.pass(true), Verdict::Back { to: Half::Proven, stuck: false })
+            } else if (page.is_leased() || pages.children(id) > terms.children)
+                && let Some(next) = page.set_aside()
+            {
+                (next, Verdict::Aside)
             } else if let Some(left) =
                 terms.protect.and_then(|tick| Protection(pages.protection(id)).spend(tick))
             {
                 *spared += 1;
                 pages.set_protection(id, left.0);
-                (page.pass(terms.longer == Half::Proven), Verdict::Back { to: terms.longer, kept: true })
+                let to = terms.longer;
+                (page.pass(to == Half::Proven), Verdict::Back { to, stuck: false })
             } else if let Some(next) = page.evict() {
-                (next, Verdict::Out(next))
+                (next, Verdict::Out)
             } else {
-                // A copy uses its frame.
-                (page.pass(true), Verdict::Back { to: Half::Proven, kept: true })
+                // A copy uses its frame, and nobody finds it: it has no key.
+                (page.pass(true), Verdict::Back { to: Half::Proven, stuck: true })
             };
+            // The spare goes back before the bit that it hangs on.
+            if !matches!(verdict, Verdict::Back { .. }) {
+                self.spares.set(id, node);
+            }
             match word.cas(now, next.0) {
-                Ok(_) => {
-                    if let Verdict::Out(_) = verdict {
-                        self.spares.set(id, node);
-                    }
-                    return verdict;
-                }
+                Ok(_) => return (verdict, next),
                 Err(found) => now = found,
             }
         }
@@ -514,17 +566,17 @@ struct Terms {
 
 /// The search for one page that can leave.
 struct Search {
-    /// Pages that may still be looked at.
+    /// Pages of the queues that may still be looked at.
     steps: u64,
-    /// Proven pages in a row that were kept.
-    blocked: u32,
     /// Protected pages that were spared.
     spared: u32,
+    /// From where the next page comes, for what came last is stuck.
+    instead: Option<Half>,
 }
 
 impl Search {
-    fn new(steps: u64) -> Self {
-        Self { steps, blocked: 0, spared: 0 }
+    fn new(queued: Queued) -> Self {
+        Self { steps: 2 * queued.all() + u64::from(SPARED), spared: 0, instead: None }
     }
 }
 

@@ -155,7 +155,7 @@ fn is_link_to(link: PageRef, page: PageRef) -> bool {
 }
 
 #[inline]
-fn is_linked_life(linked: Generation, now: Generation) -> bool {
+pub(crate) fn is_linked_life(linked: Generation, now: Generation) -> bool {
     (linked.0 ^ now.0) & LINKED == 0
 }
 

@@ -461,6 +461,7 @@ impl Pool {
         match ended {
             Ok(Ended::Leaving) => self.free_leaving(lane, page.id),
             Ok(Ended::Cached { enqueue }) => self.park_alone(lane, page.id, account, enqueue),
+            Ok(Ended::Aside) => self.orders.relist(&self.pages, page),
             Ok(Ended::Kept) | Err(_) => {}
         }
     }

@@ -242,6 +242,12 @@ impl Pages {
     pub(crate) fn children(&self, id: PageId) -> u32 {
         (self.line(id).0[PAYER].get() >> CHILD_SHIFT) as u32
     }
+    /// The same, for whoever has just changed the page's word and has to know of every child that left before: either this
+    /// sees it, or who takes the child away sees the word.
+    #[inline]
+    pub(crate) fn children_now(&self, id: PageId) -> u32 {
+        (self.line(id).0[PAYER].plus(0) >> CHILD_SHIFT) as u32
+    }
     /// One more indexed child; `false` when the count is full (the child then stays out of the index).
     #[inline]
     pub(crate) fn add_child(&self, id: PageId) -> bool {

@@ -113,7 +113,7 @@ fn a_page_word_with_a_bit_too_many_or_too_few() {
         (held[1], LIVE, "free, and yet"),
         (held[1], LEAVING, "leaving, and yet held"),
         (cached[1], LEAVING, "leaving, and nobody"),
-        (cached[1], QUEUED, "in no eviction order"),
+        (cached[3], QUEUED, "in no eviction order"),
         (cached[3], LIVE, "free, and yet"),
         (cached[3], INDEXED, "neither held nor findable"),
     ];

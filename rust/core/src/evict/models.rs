@@ -8,7 +8,10 @@ use shuttle::thread;
 use super::*;
 use crate::{
     sync::Arc,
-    word::{Generation, page::Dropped},
+    word::{
+        Generation,
+        page::{Dropped, Ended},
+    },
 };
 
 /// Schedules with two or three switches at random places: they reach some that loom's reduction leaves out, because it
@@ -19,6 +22,8 @@ fn model(f: impl Fn() + Send + Sync + 'static) {
 }
 
 const TENANT: TenantId = TenantId(0);
+/// The first page, in its first life.
+const PAGE: PageRef = PageRef { id: PageId(0), generation: Generation(0) };
 
 struct Books {
     pages: Pages,
@@ -316,6 +321,102 @@ fn a_leaf_that_gains_a_child_stays() {
         let hit = other.join().expect("no panic");
         assert!(!(hit && taken), "a page that another one continues has left");
         assert_eq!(books.pages.children(page), u32::from(hit));
+    });
+}
+
+/// The hand sets a page aside while the last that continues it leaves: it is in the order afterwards, or has left.
+#[test]
+fn a_page_is_set_aside_while_its_child_leaves() {
+    model(|| {
+        let books = Books::cached(1);
+        assert!(books.pages.add_child(PageId(0)));
+        let other = Books::spawn(&books, |books| books.orders.lose_child(&books.pages, PAGE));
+        let mine = books.victim();
+        other.join().expect("no panic");
+        assert_eq!(mine.into_iter().chain(books.rest()).collect::<Vec<_>>(), [0]);
+        assert_eq!(books.orders.queued(TENANT), Queued::default());
+    });
+}
+
+/// Two children of a page that was set aside leave at once: it comes back once.
+#[test]
+fn two_children_leave() {
+    model(|| {
+        let books = Books::cached(1);
+        assert!(books.pages.add_child(PageId(0)) && books.pages.add_child(PageId(0)));
+        assert_eq!(books.victim(), None);
+        let other = Books::spawn(&books, |books| books.orders.lose_child(&books.pages, PAGE));
+        books.orders.lose_child(&books.pages, PAGE);
+        other.join().expect("no panic");
+        assert_eq!(books.rest(), [0]);
+    });
+}
+
+/// The copy that uses a page's frame ends while the hand sets the page aside, and while its last child leaves.
+#[test]
+fn a_lease_ends_beside_the_hand_and_the_last_child() {
+    for aside in [false, true] {
+        model(move || {
+            let books = Books::cached(1);
+            books.pages.transit(PAGE.id, |w| w.lease(PAGE.generation)).expect("it lives");
+            assert!(books.pages.add_child(PAGE.id));
+            if aside {
+                assert_eq!(books.victim(), None);
+            }
+            let other = Books::spawn(&books, |books| {
+                let ended = books.pages.transit_with(PAGE.id, |w| w.unlease(PAGE.generation, false));
+                if ended == Ok(Ended::Aside) {
+                    books.orders.relist(&books.pages, PAGE);
+                }
+            });
+            let third = Books::spawn(&books, |books| books.orders.lose_child(&books.pages, PAGE));
+            let mine = if aside { None } else { books.victim() };
+            other.join().expect("no panic");
+            third.join().expect("no panic");
+            assert_eq!(mine.into_iter().chain(books.rest()).collect::<Vec<_>>(), [0]);
+            assert_eq!(books.orders.queued(TENANT), Queued::default());
+        });
+    }
+}
+
+/// A page that was set aside is hit and let go, which lists it, while its last child leaves: it stands in the order once.
+#[test]
+fn a_page_that_was_set_aside_is_hit() {
+    model(|| {
+        let books = Books::cached(1);
+        assert!(books.pages.add_child(PageId(0)));
+        assert_eq!(books.victim(), None);
+        let other = Books::spawn(&books, |books| books.orders.lose_child(&books.pages, PAGE));
+        assert!(books.hit(0), "nobody takes it");
+        books.release(0);
+        other.join().expect("no panic");
+        assert_eq!(books.rest(), [0]);
+        assert_eq!(books.orders.queued(TENANT), Queued::default());
+    });
+}
+
+/// What is ahead is taken by two hands while more is put there, also what has just been taken, in its next life.
+#[test]
+fn hands_at_what_is_ahead() {
+    model(|| {
+        let books = Books::cached(2);
+        for id in [0, 1].map(PageId) {
+            assert!(books.pages.add_child(id));
+        }
+        assert_eq!(books.victim(), None);
+        books.orders.lose_child(&books.pages, PAGE);
+        let other = Books::spawn(&books, |books| {
+            books.orders.lose_child(&books.pages, PageRef { id: PageId(1), generation: Generation(0) });
+            books.recycle(false)
+        });
+        let mine = books.victims(Some(0), 2);
+        let theirs = other.join().expect("no panic");
+        // What they put back is taken again by me, or left.
+        let times = |id| mine.iter().chain(&theirs).filter(|&&other| other == id).count();
+        assert!(mine.len() <= 2 && times(0) + times(1) == mine.len() + usize::from(theirs.is_some()));
+        let left = books.rest().len();
+        assert_eq!(mine.len() + left, 2);
+        assert_eq!(books.orders.queued(TENANT), Queued::default());
     });
 }
 

@@ -1,4 +1,4 @@
-//! A queue of pages without locks: Michael and Scott's, over indices.
+//! A queue of pages without locks: Michael and Scott's, over indices. And a stack, Treiber's, of the same nodes.
 //!
 //! # Nodes
 //!
@@ -13,8 +13,10 @@
 //! | `node_next` of node k | the next node + 1, 0: none | tag, one more with every link |
 //! | `node_value` of k | the page that node k stands for, XORed with k | |
 //! | `spares[p]` | the spare node of page p, XORed with p | |
+//! | top of a stack | the page + 1, 0: none | tag, one more with every change |
 //!
-//! The tags make an old word unequal to a new one, so a node may be used again at once, in any queue.
+//! The tags make an old word unequal to a new one, so a node may be used again at once, in any queue. A page on a stack keeps
+//! its spare node, whose link then names the page below + 1.
 //!
 //! # Runs
 //!
@@ -50,6 +52,10 @@ pub(super) struct Queue<'a> {
     pub(super) first: u32,
 }
 
+/// One stack.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Stack<'a>(pub(super) &'a AtomicU64);
+
 /// A node that nobody else has.
 #[derive(Debug)]
 pub(super) struct Node(u32);
@@ -65,6 +71,14 @@ pub(super) struct Hand {
 impl Hand {
     pub(super) fn is_empty(&self) -> bool {
         self.next == self.len
+    }
+}
+
+impl From<(PageId, Node)> for Hand {
+    fn from((page, Node(node)): (PageId, Node)) -> Self {
+        let mut pages = [(PageId(0), 0); MOST];
+        pages[0] = (page, node);
+        Self { pages, len: 1, next: 0 }
     }
 }
 
@@ -168,6 +182,36 @@ impl Queue<'_> {
             } else if head == self.head.get() {
                 let Some(first) = behind_tail else { return hand };
                 let _ = self.tail.cas(tail, retag(tail, first ^ self.first, 1));
+            }
+        }
+    }
+}
+
+impl Stack<'_> {
+    /// Put a page on top, whose place in the order the caller has.
+    pub(super) fn push(self, pages: &Pages, spares: &Spares, id: PageId) {
+        let link = pages.node_next(spares.of(id).0);
+        let mut top = self.0.first();
+        loop {
+            link.put(retag(link.get(), top as u32, 1));
+            match self.0.cas(top, retag(top, id.0 + 1, 1)) {
+                Ok(_) => return,
+                Err(found) => top = found,
+            }
+        }
+    }
+
+    /// Take the page on top, with its spare node.
+    pub(super) fn pop(self, pages: &Pages, spares: &Spares) -> Option<(PageId, Node)> {
+        let mut top = self.0.first();
+        loop {
+            let id = PageId((top as u32).checked_sub(1)?);
+            // If the page has left meanwhile these are another's, and the tag tells.
+            let node = spares.of(id);
+            let below = pages.node_next(node.0).get() as u32;
+            match self.0.cas(top, retag(top, below, 1)) {
+                Ok(_) => return Some((id, node)),
+                Err(found) => top = found,
             }
         }
     }

@@ -25,11 +25,13 @@
 //! | held | > 0 | any | LIVE |
 //! | pinned | 0 | > 0 | LIVE, INDEXED |
 //! | cached | 0 | 0 | LIVE, QUEUED, and INDEXED unless its key was taken from it while it was held |
+//! | set aside | 0 | 0 | LIVE, INDEXED, not QUEUED: cached too, but kept by its children in the index, or by a copy |
 //! | orphan | 0 | 0 | LIVE, LEASED, and AWAY or neither INDEXED nor QUEUED: nobody can find it, and a copy still uses its frame; whoever ends the lease frees it |
 //! | leaving | 0 | 0 | LIVE, LEAVING, not QUEUED |
 //!
-//! A cached page is QUEUED from the same transition that made it cached; a held or pinned one may still be QUEUED from
-//! before (it stands in the order once, and the order drops it when it comes up). The generation moves from leaving to
+//! A cached page is QUEUED from the same transition that made it cached, until the order sets it aside because it can't leave
+//! now; whoever takes away the last thing that kept it makes it QUEUED again (evict.rs). A held or pinned one may still be
+//! QUEUED from before (it stands in the order once, and the order drops it when it comes up). The generation moves from leaving to
 //! free, and when a page that one holder has loses its key to be written anew ([`PageWord::renew`]): a reference names
 //! one content at most.
 //!
@@ -100,6 +102,8 @@ pub enum Shared {
 pub enum Ended {
     /// Somebody holds it, or it stands in the order.
     Kept,
+    /// The order had set it aside: the caller puts it back, if nothing else keeps it ([`PageWord::relist`]).
+    Aside,
     /// Everybody let go meanwhile, and it has a key: it is cached. Until now it counted as held.
     Cached {
         /// The caller must put it into the eviction order.
@@ -151,6 +155,11 @@ impl PageWord {
             && self.0 & (INDEXED | QUEUED) != 0
             && !self.has(LEAVING)
             && !self.is_orphan()
+    }
+    /// Cached, and not in the order.
+    #[inline]
+    pub const fn is_aside(self) -> bool {
+        self.is_cached() && !self.has(QUEUED)
     }
     /// Let go by all, not to be found, and in use by a copy.
     #[inline]
@@ -340,6 +349,23 @@ impl PageWord {
         }
     }
 
+    /// The order met the page while its children or a copy keep it: it leaves the order until they don't.
+    #[inline]
+    pub const fn set_aside(self) -> Option<Self> {
+        if self.refs() == 0 && self.pins() == 0 && self.has(LIVE | INDEXED | QUEUED) && !self.has(LEAVING) {
+            Some(Self(self.0 & !QUEUED))
+        } else {
+            None
+        }
+    }
+
+    /// A page that was set aside, and that nothing continues, goes back into the order: whoever does this puts it there. While
+    /// a copy uses its frame that is for the end of the copy.
+    #[inline]
+    pub const fn relist(self) -> Option<Self> {
+        if self.is_aside() && !self.has(LEASED) { Some(Self(self.0 | QUEUED)) } else { None }
+    }
+
     /// The hand passes: the visit is used up, and the page stands where `proven` says.
     #[inline]
     pub const fn pass(self, proven: bool) -> Self {
@@ -408,7 +434,9 @@ impl PageWord {
             return None;
         }
         let next = Self(self.0 & !(LEASED | AWAY) | if away { AWAY } else { 0 });
-        Some(if !self.is_orphan() {
+        Some(if self.is_aside() {
+            (next, Ended::Aside)
+        } else if !self.is_orphan() {
             (next, Ended::Kept)
         } else if self.0 & (INDEXED | QUEUED) != 0 {
             (Self(next.0 | QUEUED), Ended::Cached { enqueue: !self.has(QUEUED) })
@@ -606,6 +634,30 @@ mod tests {
             assert_eq!(orphan.evict(), None);
             assert_eq!(orphan.unlease(generation, false), Some((word(state), end)));
             assert_eq!(orphan.unlease(generation, true), Some((word(state | AWAY), end)));
+        }
+    }
+
+    #[test]
+    fn a_cached_page_is_set_aside_and_comes_back() {
+        let generation = Generation(3);
+        let cached = word(LIVE | INDEXED | QUEUED | VISITED);
+        let aside = cached.set_aside().expect("it is cached");
+        assert!(aside == word(LIVE | INDEXED | VISITED) && aside.is_aside() && aside.is_cached());
+        assert_eq!((aside.relist(), aside.set_aside(), aside.evict()), (Some(cached), None, None));
+        // Not while a copy uses it; its end says that the order wants to know.
+        let leased = aside.lease(generation).expect("it lives");
+        assert_eq!(leased.relist(), None);
+        assert_eq!(leased.unlease(generation, false), Some((aside, Ended::Aside)));
+        // A hit and a release list it.
+        let (held, _) = aside.share(generation).expect("it can be found");
+        assert_eq!((held.relist(), held.set_aside()), (None, None));
+        assert_eq!(held.drop_ref(generation), Some((cached, Dropped::Cached { enqueue: true })));
+        // Without a key, with a holder, a pin or an owner it is not the order's to set aside.
+        for bits in
+            [QUEUED | LEASED, INDEXED | QUEUED | 1, INDEXED | QUEUED | 1 << PIN_SHIFT, INDEXED | LEAVING]
+        {
+            assert_eq!(word(LIVE | bits).set_aside(), None);
+            assert_eq!(word(LIVE | bits).relist(), None);
         }
     }
 
