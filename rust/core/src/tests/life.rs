@@ -89,6 +89,32 @@ fn a_moved_page_is_shown_by_the_next_step_and_its_old_frame_waits() {
     assert_eq!(pool.audit().balance[0].held, 0);
 }
 
+/// An order that is emptied while a copy uses one of its pages sets that page aside, and what it continues; afterwards they leave.
+#[test]
+fn a_cached_page_is_moved_while_its_order_is_emptied() {
+    let pool = pool(spec(&[(GroupKind::Full, 1)]), 8);
+    let t = plain_tenant(&pool, "t");
+    let b = batch(&pool, 1, 40);
+    let seq = pool.open(t, Open { tokens: (0..17).collect(), ..Open::default() }).expect("open");
+    b.add(&seq).expect("row");
+    b.step(None, None, |_| ()).expect("step");
+    b.commit(None).expect("commit");
+    let table = seq.pages(GroupId(0)).expect("pages").1;
+    drop((b, seq));
+    assert_eq!(pool.ledger().usage(Tier::Device, t).cached, Units(4));
+    relocate(&pool, table[2].0, |_, _| {
+        assert_eq!(
+            pool.reset_prefix_cache(),
+            Ok(1),
+            "page 3 leaves, page 2 is copied, 1 and 0 come before it"
+        );
+        green(&pool);
+    })
+    .expect("a frame is free");
+    assert_eq!(pool.reset_prefix_cache(), Ok(3));
+    empty(&pool);
+}
+
 /// Of every spec: what was computed is hit, again and again. (The model of machine.rs allows every miss.)
 #[test]
 fn what_was_computed_is_hit() {
