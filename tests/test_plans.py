@@ -235,15 +235,18 @@ def test_altered_in_transit():
     data = plan.to_bytes()
     there = kvalloc.Plan.from_bytes(data)
     assert (there.id, there.kind, there.emptied) == (plan.id, "rebalance", plan.emptied)
+    assert there.spec_digest == plan.spec_digest == pool.spec.digest
     np.testing.assert_array_equal(there.moves, plan.moves)
     for at in range(0, len(data), 7):
         altered = bytearray(data)
         altered[at] ^= 1
         with pytest.raises(kvalloc.PlanError, match="no plan"):
             kvalloc.Plan.from_bytes(bytes(altered))
-    for cut in (b"", data[:8], data[:-1], data + b"\0" * 8, b"x" * len(data)):
-        with pytest.raises(kvalloc.PlanError):
+    for cut in (b"", data[:8], data[:-1], data[:-8], data + b"\0" * 8, b"x" * len(data)):
+        with pytest.raises(kvalloc.PlanError, match="no plan"):
             kvalloc.Plan.from_bytes(cut)
+    with pytest.raises(kvalloc.PlanError, match="another version"):
+        kvalloc.Plan.from_bytes(data[:7] + b"\1" + data[8:])  # without a digest
 
 
 # ---- freeze, watermarks ----------------------------------------------------------------------------------

@@ -564,6 +564,35 @@ class StoreContract:
             store.execute(pool.reclaim("a", 0, dry_run=True))  # nothing to copy
             seq.close()
 
+    @pytest.mark.parametrize(
+        "other",
+        [{"page_tokens": 32}, {"dtype": "float16"}, {"layout": "layer_major"}, {"small_dtype": "int8"}],
+    )
+    def test_a_plan_of_another_spec_is_refused(self, other):
+        """Its frames are there, and are other bytes: pages are larger, or their layers lie elsewhere."""
+        pool, mate = (pool_of(spec_of("full"), host_bytes="1MiB") for _ in range(2))
+        stranger = pool_of(spec_of("full", **other), host_bytes="1MiB")
+        seq = pool.open("a", np.arange(2 * pool.spec.page_tokens))
+        with pool.batch(1, 512) as batch:
+            batch.add(seq)
+            batch.step()
+            batch.commit([7])
+            batch.remove(seq)
+        plan = pool.suspend(seq, mode="swap")
+        data = plan.to_bytes()
+        there = kvalloc.Plan.from_bytes(data)
+        assert there.spec_digest == plan.spec_digest == pool.spec.digest != stranger.spec.digest
+        assert there.to_bytes() == data
+        with self.make(stranger) as store:
+            with pytest.raises(kvalloc.InvalidArgument, match=r"plan is of another spec than .*<KVSpec"):
+                store.execute(there)
+            assert store.copies == 0
+        with self.make(mate) as store:
+            store.execute(there)
+            assert store.copies == len(plan.moves) > 0
+        plan.commit()
+        seq.close()
+
     # -- ranks -----------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("layout", ["page_major", "layer_major"])

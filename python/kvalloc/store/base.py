@@ -472,7 +472,8 @@ class BaseStore(ABC, Generic[A]):
         Raises
         ------
         InvalidArgument
-            A move names what is not there, or two moves meet. Nothing was copied.
+            A move names what is not there, two moves meet, or the plan was read from bytes and is of another
+            spec. Nothing was copied.
         PlanError
             The plan has ended, or was a dry run: its places may be others' by now. Nothing was copied.
         WrongPool, ClosedError

@@ -41,6 +41,7 @@ mod wire;
 use std::fmt;
 
 pub(crate) use table::{Entry, Plans};
+pub use wire::SpecDigest;
 
 pub use crate::batch::TakenRow;
 use crate::{

@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicU32, Ordering},
 };
 
-use kvalloc_core::{error::Error, ledger::ROOT, pool::Pool as Core, word::TenantId};
+use kvalloc_core::{error::Error, ledger::ROOT, plan::SpecDigest, pool::Pool as Core, word::TenantId};
 use pyo3::{prelude::*, types::PyString};
 
 use crate::{
@@ -27,12 +27,14 @@ pub(crate) fn _forked() {
 #[derive(Clone, Debug)]
 pub(crate) struct Owner {
     pub(crate) core: Arc<Core>,
+    /// `KVSpec.digest`.
+    pub(crate) spec: SpecDigest,
     born: u32,
 }
 
 impl Owner {
-    pub(crate) fn new(core: Core) -> Self {
-        Self { core: Arc::new(core), born: FORKS.load(Ordering::Relaxed) }
+    pub(crate) fn new(core: Core, spec: SpecDigest) -> Self {
+        Self { core: Arc::new(core), spec, born: FORKS.load(Ordering::Relaxed) }
     }
 
     /// The books, unless this process is a fork of the one that made them.

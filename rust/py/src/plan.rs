@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 use kvalloc_core::{
     error::{Bytes, Error},
     ledger::ROOT,
-    plan::{Move, Plan as Core, Progress as CoreProgress, Rungs, Victim as CoreVictim},
+    plan::{Move, Plan as Core, Progress as CoreProgress, Rungs, SpecDigest, Victim as CoreVictim},
     sequence::Sequence as CoreSequence,
     word::{TenantId, plan::State},
 };
@@ -16,7 +16,7 @@ use pyo3::{
 
 use crate::{
     args, arrays,
-    errors::{self, name_of},
+    errors::{self, InvalidArgument, name_of},
     owner::Owner,
     pool::Pool,
     sequence::Sequence,
@@ -51,6 +51,7 @@ pub(crate) struct Plan {
     /// None: read from bytes, where no pool is.
     owner: Option<Owner>,
     core: Core,
+    spec: SpecDigest,
     sequences: Vec<Weak<CoreSequence>>,
 }
 
@@ -121,7 +122,8 @@ impl Progress {
 
 impl Plan {
     pub(crate) fn new(owner: &Owner, core: Core, sequences: &[Arc<CoreSequence>]) -> Self {
-        Self { owner: Some(owner.clone()), core, sequences: sequences.iter().map(Arc::downgrade).collect() }
+        let sequences = sequences.iter().map(Arc::downgrade).collect();
+        Self { owner: Some(owner.clone()), core, spec: owner.spec, sequences }
     }
 
     /// The pool's books.
@@ -184,6 +186,12 @@ impl Plan {
     #[getter]
     fn id(&self) -> u64 {
         self.core.id.0
+    }
+
+    /// bytes : `KVSpec.digest` of its pool. A store of another spec refuses it.
+    #[getter]
+    fn spec_digest(&self, py: Python<'_>) -> Py<PyBytes> {
+        PyBytes::new(py, &self.spec).unbind()
     }
 
     /// str : What it is for: "reclaim", "rebalance", "top_up", "suspend", "resume", "offload", "prefetch", "compress",
@@ -298,10 +306,21 @@ impl Plan {
     /// ------
     /// PlanError
     ///     It has ended, or was a dry run: its places may be others' by now.
+    /// InvalidArgument
+    ///     It was read from bytes, and its pool has another spec than this one.
     /// WrongPool
     fn to_copy<'py>(&self, py: Python<'py>, pool: &Bound<'py, Pool>) -> PyResult<Bound<'py, PyAny>> {
         let moves = &self.core.moves;
-        let Some(owner) = &self.owner else { return rows(py, moves) };
+        let Some(owner) = &self.owner else {
+            let pool = pool.get();
+            if self.spec != pool.owner.spec {
+                return Err(InvalidArgument::new_err(format!(
+                    "the plan is of another spec than the store's {}: make the pools of all ranks with the same one",
+                    pool.spec.bind(py).repr()?
+                )));
+            }
+            return rows(py, moves);
+        };
         let core = owner.live()?;
         if !Arc::ptr_eq(core, &pool.get().owner.core) {
             return Err(self.error(py, &Error::WrongPool("the plan")));
@@ -398,9 +417,9 @@ impl Plan {
     /// Returns
     /// -------
     /// bytes
-    ///     With a checksum. Who may send one is not decided here.
+    ///     With the spec's digest, and a checksum. Who may send one is not decided here.
     fn to_bytes(&self, py: Python<'_>) -> Py<PyBytes> {
-        PyBytes::new(py, &self.core.to_bytes()).unbind()
+        PyBytes::new(py, &self.core.to_bytes(self.spec)).unbind()
     }
 
     /// What `to_bytes` wrote: a plan to carry out. It is committed where its pool is.
@@ -427,9 +446,9 @@ impl Plan {
     /// ('suspend', True, True)
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: &Bound<'_, PyBytes>) -> PyResult<Self> {
-        let core = Core::from_bytes(data.as_bytes())
+        let (core, spec) = Core::from_bytes(data.as_bytes())
             .map_err(|fault| errors::plan_error(py, &fault.to_string(), &fault))?;
-        Ok(Self { owner: None, core, sequences: Vec::new() })
+        Ok(Self { owner: None, core, spec, sequences: Vec::new() })
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

@@ -82,7 +82,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Pool {
     pub(crate) owner: Owner,
-    spec: Py<PyAny>,
+    pub(crate) spec: Py<PyAny>,
     default: Option<TenantId>,
 }
 
@@ -133,6 +133,7 @@ impl Pool {
             InvalidArgument::new_err(format!("spec must be a KVSpec, not {}", args::shown(spec)))
         })?;
         let geometry: &CoreSpec = native.get().core();
+        let digest = spec.getattr("digest")?.extract()?;
         let secret = match secret {
             None => None,
             Some(secret) => {
@@ -165,7 +166,7 @@ impl Pool {
         };
         let core =
             Core::new(geometry.clone(), &options).map_err(|e| InvalidArgument::new_err(e.to_string()))?;
-        let owner = Owner::new(core);
+        let owner = Owner::new(core, digest);
         let default = default_tenant
             .map(|name| {
                 let name = args::text(name)?;

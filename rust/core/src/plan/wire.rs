@@ -1,7 +1,9 @@
 //! A plan as bytes, for those who carry it out elsewhere: every rank of a group copies its own shard.
 //!
-//! Eight-byte words, little endian: what it is and in which version, the numbers, the moves, the victims, and a checksum of
-//! all before. What was altered on the way is refused; who may send one is not decided here.
+//! Eight-byte words, little endian: what it is and in which version, the numbers, the digest of the spec, the moves, the
+//! victims, and a checksum of all before. What was altered on the way is refused; who may send one is not decided here.
+//!
+//! The digest is the caller's: the books don't know the layers of the model, which the ranks of a group must agree on too.
 
 use std::hash::Hasher;
 
@@ -10,8 +12,8 @@ use siphasher::sip::SipHasher13;
 use super::{Fate, Fault, Kind, Move, Plan, PlanId, Rungs, TakenRow, Victim};
 use crate::word::{PageRef, TenantId, page::Location};
 
-const MAGIC: u64 = u64::from_le_bytes(*b"kvplan\0\x01");
-const WORDS: usize = 21;
+const MAGIC: u64 = u64::from_le_bytes(*b"kvplan\0\x02");
+const WORDS: usize = 23;
 const MOVE: usize = 4;
 const VICTIM: usize = 6;
 const UNKNOWN: u64 = u64::MAX;
@@ -22,9 +24,12 @@ fn checksum(bytes: &[u8]) -> u64 {
     hasher.finish()
 }
 
+/// What tells a spec from others: whoever carries a plan out compares it with that of their own.
+pub type SpecDigest = [u8; 16];
+
 impl Plan {
-    /// As bytes.
-    pub fn to_bytes(&self) -> Vec<u8> {
+    /// As bytes, with the digest of the pool's spec.
+    pub fn to_bytes(&self, spec: SpecDigest) -> Vec<u8> {
         let Rungs { free, offload, compress, evict } = self.rungs;
         let mut words = vec![
             MAGIC,
@@ -48,6 +53,8 @@ impl Plan {
             self.moves.len() as u64,
             self.victims.len() as u64,
         ];
+        let spec = u128::from_le_bytes(spec);
+        words.extend([spec as u64, (spec >> 64) as u64]);
         for m in &self.moves {
             words.extend([m.page.to_bits(), m.from.0, m.to.0, m.payer.0.into()]);
         }
@@ -62,11 +69,11 @@ impl Plan {
         bytes
     }
 
-    /// What [`Self::to_bytes`] wrote.
+    /// What [`Self::to_bytes`] wrote: the plan, and the digest.
     ///
     /// # Errors
     /// Another version, or anything that was altered.
-    pub fn from_bytes(bytes: &[u8]) -> Result<Self, Fault> {
+    pub fn from_bytes(bytes: &[u8]) -> Result<(Self, SpecDigest), Fault> {
         let (chunks, rest) = bytes.as_chunks::<8>();
         let words: Vec<u64> = chunks.iter().map(|&w| u64::from_le_bytes(w)).collect();
         if !rest.is_empty() || words.len() < WORDS {
@@ -116,7 +123,8 @@ impl Plan {
             })
         };
         let kind = usize::try_from(words[3]).ok().and_then(|kind| Kind::ALL.get(kind));
-        Ok(Self {
+        let spec = (u128::from(words[21]) << 64 | u128::from(words[20])).to_le_bytes();
+        let plan = Self {
             pool: words[1],
             id: PlanId(words[2]),
             kind: *kind.ok_or(Fault::Altered("its kind is unknown"))?,
@@ -132,6 +140,7 @@ impl Plan {
             copy_ns: Some(words[17]).filter(|&ns| ns != UNKNOWN),
             moves: moves.chunks(MOVE).map(each_move).collect::<Result<_, _>>()?,
             victims: victims.chunks(VICTIM).map(victim).collect::<Result<_, _>>()?,
-        })
+        };
+        Ok((plan, spec))
     }
 }

@@ -209,7 +209,7 @@ impl Worker {
         let some = if self.dice.roll(2) == 0 { usize::MAX } else { 1 + self.dice.roll(3) as usize };
         // As it comes back from another process.
         let plan = match self.dice.roll(4) {
-            0 => Plan::from_bytes(&self.plans[at].to_bytes()).expect("as it was written"),
+            0 => Plan::from_bytes(&self.plans[at].to_bytes([0; 16])).expect("as it was written").0,
             _ => self.plans[at].clone(),
         };
         match self.pool.commit_some(&plan, some) {

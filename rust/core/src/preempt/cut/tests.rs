@@ -336,7 +336,8 @@ fn in_pieces_what_was_committed_is_gone_and_the_rest_as_before() {
     let plan = cut(&pool, t, ALL, &rows);
     assert_eq!(pool.commit_some(&plan, 1).expect("open").left, 3);
     green(&pool);
-    pool.abort_plan(&Plan::from_bytes(&plan.to_bytes()).expect("as it was written")).expect("open");
+    let (there, _) = Plan::from_bytes(&plan.to_bytes([0; 16])).expect("as it was written");
+    pool.abort_plan(&there).expect("open");
     green(&pool);
     assert_eq!((gone(&sequence), held(&pool, Tier::Device, t)), (vec![1], before - BYTES));
     run(&rows, 1);
