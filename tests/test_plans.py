@@ -249,6 +249,16 @@ def test_altered_in_transit():
         kvalloc.Plan.from_bytes(data[:7] + b"\1" + data[8:])  # without a digest
 
 
+def test_a_dry_run_is_not_carried_out_elsewhere_either():
+    pool = two_sizes()
+    kept = scatter(pool, pool.tenant("acme"))
+    dry = pool.rebalance(pool.free, page_class=0, dry_run=True)
+    assert 0 < len(dry.moves) <= len(kept)
+    for plan in (dry, kvalloc.Plan.from_bytes(dry.to_bytes())):
+        with pytest.raises(kvalloc.PlanError, match="dry run has no leases"):
+            plan.to_copy(pool)
+
+
 # ---- freeze, watermarks ----------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 use kvalloc_core::{
     error::{Bytes, Error},
     ledger::ROOT,
-    plan::{Move, Plan as Core, Progress as CoreProgress, Rungs, SpecDigest, Victim as CoreVictim},
+    plan::{Fault, Move, Plan as Core, Progress as CoreProgress, Rungs, SpecDigest, Victim as CoreVictim},
     sequence::Sequence as CoreSequence,
     word::{TenantId, plan::State},
 };
@@ -318,6 +318,9 @@ impl Plan {
                     "the plan is of another spec than the store's {}: make the pools of all ranks with the same one",
                     pool.spec.bind(py).repr()?
                 )));
+            }
+            if self.core.is_dry() && !moves.is_empty() {
+                return Err(errors::plan_error(py, &Fault::Dry.to_string(), &Fault::Dry));
             }
             return rows(py, moves);
         };
