@@ -44,11 +44,16 @@ def attend(store, step):
 )
 def test_a_step_of_another_spec_is_refused(batch, other):
     """Pages that are larger than the sender's would take every slot without a word."""
-    step = told(kvalloc.StepData.of(batch))
+    step = told(kvalloc.StepData.of(batch), copies=np.array([[0, 1, 2]], np.int32))
     with kvalloc.NumpyStore(kvalloc.Pool(spec_of(**other), "1MiB")) as store:
         with pytest.raises(kvalloc.InvalidArgument, match=r"another spec than the store's <KVSpec"):
             attend(store, step)
         assert not any(part.any() for part in store.page_parts(0))
+        for part in store.page_parts(0):
+            part[1] = 1
+        with pytest.raises(kvalloc.InvalidArgument, match=r"another spec than the store's <KVSpec"):
+            store.copy(step)
+        assert not any(part[2].any() for part in store.page_parts(0))
     with kvalloc.NumpyStore(kvalloc.Pool(spec_of(), "1MiB")) as store:
         assert attend(store, step).shape == (TOKENS, 1, 16)
 
@@ -101,7 +106,7 @@ def test_a_table_that_is_too_narrow_and_pages_that_are_not_there_are_refused(bat
             attend(store, told(step, slot_mappings=(step.slot_mapping() + 2**40,)))
         copies = np.array([[0, 1, 2**20]], np.int32)
         with pytest.raises(kvalloc.InvalidArgument):
-            store.copy(told(step, copies=copies).copies)
+            store.copy(told(step, copies=copies))
 
 
 @pytest.mark.parametrize("groups", [0, 33, 2**31])

@@ -8,7 +8,7 @@ from cuda_on_cpu import COMPILER, CpuBackend
 from kvalloc.store.cupy_store import CupyStore
 from kvalloc.store.memory import available_bytes
 from kvalloc.store.streams import Inline, Order
-from store_contract import DTYPES, KINDS, Model, StoreContract, pool_of, spec_of
+from store_contract import DTYPES, KINDS, Model, StoreContract, copying, pool_of, spec_of
 
 if COMPILER is None:
     pytest.skip("needs g++", allow_module_level=True)
@@ -115,4 +115,4 @@ def test_refusals(arrays):
         ):
             with pytest.raises(kvalloc.InvalidArgument):
                 store.attend(0, *wrong, batch)
-        store.copy(np.array([[0, 1, 9]], np.int32))
+        store.copy(copying(batch, [0, 1, 9]))

@@ -143,7 +143,7 @@ class Shard:
 
     def forward(self, step, ids):
         """Return the next token of each row, int32, and its last hidden state."""
-        self.store.copy(step.copies)
+        self.store.copy(step)
         hidden = self.embedding[torch.from_numpy(ids.astype(np.int64))]
         for layer, weights in enumerate(self.layers):
             whole = [(hidden @ w.T).unflatten(1, (-1, 32)) for w in weights]

@@ -5,6 +5,7 @@ The truth is attention in float64 over what each sequence was given, kept apart 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 
 import numpy as np
@@ -82,6 +83,11 @@ class Moves:
         self.moves = np.array(moves, np.int64).reshape(-1, 6)
 
 
+def copying(batch, *copies) -> kvalloc.StepData:
+    """Return the batch's step, asking for other copies: group, source, destination."""
+    return dataclasses.replace(kvalloc.StepData.of(batch), copies=np.array(copies))
+
+
 class Model:
     """Random K, V and queries for every layer, and what attention over them should give."""
 
@@ -95,7 +101,7 @@ class Model:
     def step(self, tolerance: float = 2e-6, dtype=np.float32, sampled: int = 7, **how) -> kvalloc.Step:
         """Run one step through all layers; every answer is compared."""
         step = self.batch.step(**{name: how.pop(name) for name in ("counts", "token_budget") if name in how})
-        self.store.copy(step.copies)
+        self.store.copy(self.batch)
         for layer in range(len(self.spec.layer_map)):
             self.layer(layer, step, tolerance, dtype, **how)
         self.batch.commit(np.full(step.num_rows, sampled, np.int32))
@@ -715,7 +721,7 @@ class StoreContract:
         calls = (
             lambda: store.views(0),
             lambda: store.page_bytes_view(0),
-            lambda: store.copy(np.zeros((0, 3), np.int32)),
+            lambda: store.copy(batch),
             lambda: self.attend(store, 0, q, k, k, batch),
         )
         for call in calls:
@@ -745,9 +751,17 @@ class StoreContract:
 
             wrong = kvalloc.InvalidArgument
             refused(wrong, "no step yet")
+            with pytest.raises(wrong, match="no step yet"):
+                store.copy(batch)
             batch.step()
+            foreign.step()
             refused(kvalloc.WrongPool, "another pool", batch=foreign)
+            with pytest.raises(kvalloc.WrongPool, match="another pool"):
+                store.copy(foreign)
             refused(wrong, "kvalloc.Batch", batch=None)
+            for no_batch in (None, batch.last, batch.last.copies):
+                with pytest.raises(wrong, match=r"kvalloc\.Batch"):
+                    store.copy(no_batch)
             refused(wrong, "layers 0 to 3", layer=4)
             refused(wrong, "layers 0 to 3", layer=-1)
             refused(wrong, "it must be \\(5, heads, 32\\)", q=q[:4])
@@ -770,7 +784,7 @@ class StoreContract:
                 store.attend(0, q.tolist(), None, None, batch)
             for copies in ([[0, 1]], [[9, 1, 2]], [[0, 0, 2]], [[0, 1, 10**6]], [[0.5, 1, 2]]):
                 with pytest.raises(wrong, match="copies"):
-                    store.copy(np.array(copies))
+                    store.copy(copying(batch, *copies))
             frame = int(batch.block_table(0)[0, 0])
             for entry, told in ((10**6, "1000000 is no frame"), (0, "0 is no frame"), (-5, "-5 is no frame")):
                 batch.block_table(0)[0, 0] = entry

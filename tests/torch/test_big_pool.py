@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 # A process of its own: an offset that overflows may end it.
 CODE = """
     import numpy as np, torch, kvalloc
-    from store_contract import Moves, plain
+    from store_contract import Moves, copying, plain
 
     layers, heads, dim = {layers}, 32, 128
     spec = kvalloc.KVSpec.uniform(layers, heads, dim, dtype="float16", layout="{layout}")
@@ -38,7 +38,7 @@ CODE = """
         want = plain(q, k, v, spec.groups[0], range(40))
         assert np.abs(out.float().numpy() - want).max() < 1e-2
         assert (view.k[far[1]] == torch.from_numpy(k[16:32])).all()
-        store.copy(np.array([[0, far[1], frames - 9]], np.int32))
+        store.copy(copying(batch, [0, far[1], frames - 9]))
         assert (view.k[frames - 9] == view.k[far[1]]).all()
         store.execute(Moves((0, 0, frames - 9, 0, 0, frames - 20)))
         assert (view.v[frames - 20] == torch.from_numpy(v[16:32])).all()

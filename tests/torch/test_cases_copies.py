@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvalloc
-from store_contract import Moves, pool_of, spec_of
+from store_contract import Moves, copying, pool_of, spec_of
 
 torch = pytest.importorskip("torch")
 
@@ -115,7 +115,7 @@ def test_h43_a_step_s_copies_are_computing(monkeypatch):
     compute, copies = Late(), Late()
     store, batch, frame = stores(copies, compute)
     store.write(0, filled(3), filled(4), batch)
-    store.copy(np.array([[0, frame, 9]], np.int32))
+    store.copy(copying(batch, [0, frame, 9]))
     store.execute(Moves((0, 0, 9, 1, 0, 2)))
     copies.drain()
     out = store.page_parts(0, host=True)[0][2].view(torch.float32)

@@ -167,7 +167,7 @@ class TorchModel:
             raise ClosedError("the model's runner is closed")
         device, forward = self.store.device, _Forward(self.store, batch)
         with torch.inference_mode():
-            self.store.copy(step.copies)
+            self.store.copy(batch)
             positions = np.asarray(batch.positions)[: step.num_tokens].astype(np.int64)
             logits = self.model(
                 input_ids=torch.from_numpy(ids).to(device)[None],

@@ -443,19 +443,24 @@ class BaseStore(ABC, Generic[A]):
 
     # -- copies ----------------------------------------------------------------------------------------------
 
-    def copy(self, copies: NDArray[np.int32]) -> None:
-        """Copy pages, as a step asks before its kernels run.
+    def copy(self, batch: Shown) -> None:
+        """Copy the pages that the newest step asks for (`Step.copies`), before anything of it is written.
 
         Parameters
         ----------
-        copies : int32 [n, 3]
-            `Step.copies`: group, source frame, destination frame.
+        batch : Batch or StepData
+            After its step.
 
         Raises
         ------
-        InvalidArgument, ClosedError
+        InvalidArgument
+            No step was taken, or it is of another spec or names frames that are not there. Nothing was
+            copied.
+        WrongPool, ClosedError
         """
         self._live()
+        self._step_of(batch)
+        copies = batch.last.copies
         for group, sources, destinations in read_copies(copies, self.classes[: len(self.spec.groups)]):
             for part in self.page_parts(group):
                 self._order.compute(partial(self._copy_frames, part, sources, destinations))
@@ -521,26 +526,29 @@ class BaseStore(ABC, Generic[A]):
 
     # -- checks ----------------------------------------------------------------------------------------------
 
-    def _rows(self, batch: Shown, group: int) -> Rows:
-        """What the batch's newest step asks of a group; worked out once a step."""
+    def _step_of(self, batch: Shown) -> object:
+        """What tells the batch's newest step from others, if the step is one for this store."""
         if isinstance(batch, StepData):
             if batch.spec_digest != self.spec.digest or len(batch.block_tables) != len(self.spec.groups):
                 raise InvalidArgument(
                     f"the step is of another spec than the store's {self.spec!r}: make the pools of all "
                     "ranks with the same one"
                 )
-            step: object = batch
-        elif isinstance(batch, Batch):
-            if batch.pool is not self.pool:
-                raise WrongPool("the batch belongs to another pool than the store")
-            step = batch.step_id
-        else:
+            return batch
+        if not isinstance(batch, Batch):
             raise InvalidArgument(f"batch must be a kvalloc.Batch, or a StepData, not {batch!r}")
+        if batch.pool is not self.pool:
+            raise WrongPool("the batch belongs to another pool than the store")
+        if not (step := batch.step_id):
+            raise InvalidArgument("the batch has taken no step yet; call batch.step() first")
+        return step
+
+    def _rows(self, batch: Shown, group: int) -> Rows:
+        """What the batch's newest step asks of a group; worked out once a step."""
+        step = self._step_of(batch)
         known = self._step.get(group)
         if known is not None and known[0] == step:
             return known[1]
-        if not step:
-            raise InvalidArgument("the batch has taken no step yet; call batch.step() first")
         cls = self.spec.small_class(group)
         small = None if cls is None else self.classes[self.spec.classes.index(cls)]
         rows = read_step(batch, group, self.classes[group], small, self.spec.page_tokens)

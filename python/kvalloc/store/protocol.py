@@ -74,8 +74,8 @@ class Store(Protocol):
     ) -> Any:
         """Write K and V, and attend over each row's pages."""
 
-    def copy(self, copies: NDArray[np.int32]) -> None:
-        """Copy pages: `Step.copies`."""
+    def copy(self, batch: Shown) -> None:
+        """Copy the pages that a step asks for: `Step.copies`."""
 
     def execute(self, plan: Any) -> None:
         """Carry out the moves of a plan."""

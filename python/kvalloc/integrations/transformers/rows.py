@@ -336,8 +336,7 @@ class Rows:
         step = self.batch.step(asked)
         if step.refused or (step.counts != asked).any():
             raise self._refused(asked, int(counts.sum()))
-        if len(step.copies):
-            self._store.copy(step.copies)
+        self._store.copy(self.batch)
 
     def _refused(self, asked: Int32s, tokens: int) -> OutOfPages:
         """Why a step gave less than it was asked for: a row gets what there is, until there is nothing."""
