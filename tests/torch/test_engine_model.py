@@ -31,6 +31,21 @@ SMALL = {
     "bos_token_id": None,
     "pad_token_id": 0,
 }
+LATENT = {
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 FAMILIES = {
     "Llama": {},
     "Qwen2": {},
@@ -39,6 +54,8 @@ FAMILIES = {
     "Gemma2": {"sliding_window": 48, "query_pre_attn_scalar": 16, "num_hidden_layers": 4},
     "Gemma3": {"sliding_window": 48, "query_pre_attn_scalar": 16, "sliding_window_pattern": 3},
     "GptOss": {"sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV2": LATENT | {"q_lora_rank": None},
+    "DeepseekV3": LATENT | {"q_lora_rank": 24},
 }
 
 
@@ -196,13 +213,15 @@ def test_eos_ends_an_answer(llama):
         assert request.produced == len(said)
 
 
-def test_forward_gives_the_logits_of_every_place_asked_for(llama):
+@pytest.mark.parametrize("family", ["Llama", "DeepseekV2", "DeepseekV3"])
+def test_forward_gives_the_logits_of_every_place_asked_for(family):
+    model = make_model(family)
     (ids,) = prompts(1)
     known = torch.from_numpy(ids.astype(np.int64))
     with torch.inference_mode():
-        expected = llama(known[None]).logits[0]
+        expected = model(known[None]).logits[0]
     found = []
-    with Stage(llama) as stage:
+    with Stage(model) as stage:
         batch = stage.pool.batch(max_sequences=1, max_tokens=len(ids), max_step_tokens=24)
         sequence = stage.pool.open(stage.tenants["a"], ids)
         batch.add(sequence)
@@ -346,12 +365,63 @@ def test_a_window_that_the_spec_does_not_have_is_refused():
         assert not pool.stats().published_pages
 
 
-def test_a_latent_is_refused_by_layer():
-    group = kvalloc.LayerGroup("latent", "latent", layers=3, dtype="float32", k_dim=24)
-    model = make_model()
+def test_a_latent_that_nobody_can_see_is_refused_by_layer():
+    group = kvalloc.LayerGroup("latent", "latent", layers=3, dtype="float32", k_dim=28)
     pool = kvalloc.Pool(kvalloc.KVSpec.from_groups([group]), "1MiB")
-    with kvalloc.TorchStore(pool) as store, pytest.raises(kvalloc.SpecError, match=r"layer 0 of .* latent"):
-        TorchModel(model, store)
+    wrapped, biased = (make_model("DeepseekV3") for _ in range(2))
+    attention = wrapped.model.layers[1].self_attn
+    attention.kv_b_proj = torch.nn.Sequential(attention.kv_b_proj)
+    attention = biased.model.layers[2].self_attn
+    attention.kv_b_proj = torch.nn.Linear(20, attention.kv_b_proj.out_features)
+    narrow = make_model("DeepseekV3", kv_lora_rank=16)
+    known = "by the pool's spec"
+    other = "of 16 values and 8 that carry the position, and the pool's spec has 28"
+    refused = [(0, make_model(), known), (1, wrapped, known), (2, biased, known), (0, narrow, other)]
+    with kvalloc.TorchStore(pool) as store:
+        for layer, model, why in refused:
+            before = model.config._attn_implementation
+            with pytest.raises(kvalloc.SpecError, match=f"layer {layer} of .* keeps a latent {why}"):
+                TorchModel(model, store)
+            assert model.config._attn_implementation == before
+
+
+def test_sparse_attention_is_refused_by_layer(monkeypatch):
+    model = make_model("DeepseekV3")
+    monkeypatch.setattr(model.model.layers[1].self_attn, "indexer", None, raising=False)
+    with pytest.raises(kvalloc.SpecError, match=r"layer 1 of DeepseekV3ForCausalLM chooses by an indexer"):
+        Stage(model)
+
+
+def test_a_layer_that_does_not_expand_its_latent_is_named(monkeypatch):
+    model = make_model("DeepseekV3")
+    stage = Stage(model)
+    attention = model.model.layers[1].self_attn
+    expand = attention.expand_kv
+
+    def past_the_layer(kv_nope, k_rot):
+        with monkeypatch.context() as inside:
+            inside.setitem(attention._modules, "kv_b_proj", attention.kv_b_proj.forward)
+            return expand(kv_nope, k_rot)
+
+    monkeypatch.setattr(attention, "expand_kv", past_the_layer)
+    stage.engine.submit(ask(prompts(1)[0]))
+    with pytest.raises(kvalloc.SpecError, match=r"layer 1 \(DeepseekV3Attention\) did not expand its latent"):
+        stage.engine.step()
+    assert not stage.pool.stats().published_pages
+    stage.runner.close()
+    stage.store.close()
+
+
+def test_a_latent_is_what_pages_hold_and_a_closed_runner_sees_no_more_of_it():
+    model = make_model("DeepseekV3")
+    (ids,) = prompts(1)
+    expected = plain(model, ids, 5)
+    with Stage(model) as stage:
+        assert [(g.kind, g.k_dim, g.v_dim) for g in stage.pool.spec.groups] == [("latent", 20 + 8, 0)]
+        assert stage.serve(ask(ids, max_new=5)) == [expected]
+        assert not stage.runner._latents
+    assert not model.model.layers[0].self_attn.kv_b_proj._forward_pre_hooks
+    assert plain(model, ids, 5) == expected
 
 
 def test_a_model_whose_attention_is_fixed_is_refused(llama, monkeypatch):
@@ -376,10 +446,11 @@ def test_a_layer_that_keeps_its_attention_is_named(monkeypatch):
     stage.store.close()
 
 
-def test_nan_in_freed_pages_reaches_no_token(llama):
-    asked = prompts(4)
-    with Stage(llama) as stage:
+@pytest.mark.parametrize("family", ["Llama", "DeepseekV3"])
+def test_nan_in_freed_pages_reaches_no_token(family):
+    model, asked = make_model(family), prompts(4)
+    with Stage(model) as stage:
         for cls in range(len(stage.pool.spec.classes)):
             stage.store.page_bytes_view(cls).fill_(0xFF)  # NaN, whatever it is read as
         said = stage.serve(*[ask(ids) for ids in asked])
-    assert said == [plain(llama, ids, 20) for ids in asked]
+    assert said == [plain(model, ids, 20) for ids in asked]

@@ -8,10 +8,14 @@ begins and which pages hold what came before. So there is no padding, no mask an
 The hand-off is transformers' own: an attention function registered under a name, and a keyword argument of
 the forward pass that every layer passes on to it. Models that keep their attention to themselves are
 refused by name, before anything is committed.
+
+In a layer with a latent (MLA) that function is given K and V as the model has expanded them, and what is
+stored is what they were made of: a hook on the linear layer that expands it, ``kv_b_proj``, sees it come by.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +23,7 @@ import torch
 from transformers import AttentionInterface
 
 from kvalloc.errors import ClosedError, InvalidArgument, SpecError
+from kvalloc.kernels.latent import attend_latent, expansion
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -78,19 +83,27 @@ class TorchModel:
         layers, places = config.num_hidden_layers, store.spec.layer_map
         if len(places) != layers:
             raise SpecError(f"the pool's spec has {len(places)} layers, {_name(model)} has {layers}")
+        latent: dict[int, Any] = {}  # layers, and their attention
         for layer, place in enumerate(places):
-            kind = "state" if place is None else store.spec.groups[place[0]].kind
-            if kind in ("state", "latent"):
+            group = None if place is None else store.spec.groups[place[0]]
+            if group is None or group.kind == "state":
                 raise SpecError(
-                    f"layer {layer} of {_name(model)} keeps a {kind}, not a key and a value for each head: "
+                    f"layer {layer} of {_name(model)} keeps a state, not a key and a value for each head: "
                     "this runner can't split that from the model"
                 )
+            if group.kind == "latent":
+                latent[layer] = _expander(model, layer, group.k_dim)
         AttentionInterface.register(NAME, _attention)
         self.model, self.store, self.closed = model, store, False
         self._before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
         if config._attn_implementation != NAME:
             raise SpecError(f"{_name(model)} does not let its attention be replaced (AttentionInterface)")
+        self._latents: dict[int, Any] = {}  # of the layers whose attention has not run yet
+        self._hooks = [
+            module.kv_b_proj.register_forward_pre_hook(partial(_see, self._latents, layer))
+            for layer, module in latent.items()
+        ]
 
     def __repr__(self) -> str:
         return f"<TorchModel {_name(self.model)} on {self.store!r}{', closed' if self.closed else ''}>"
@@ -165,7 +178,8 @@ class TorchModel:
         """
         if self.closed:
             raise ClosedError("the model's runner is closed")
-        device, forward = self.store.device, _Forward(self.store, batch)
+        self._latents.clear()  # of a forward pass that failed
+        device, forward = self.store.device, _Forward(self.store, batch, self._latents)
         with torch.inference_mode():
             self.store.copy(batch)
             positions = np.asarray(batch.positions)[: step.num_tokens].astype(np.int64)
@@ -188,6 +202,8 @@ class TorchModel:
         """Give the model its own attention back. The store stays open."""
         if not self.closed:
             self.closed = True
+            for hook in self._hooks:
+                hook.remove()
             self.model.set_attn_implementation(self._before)
 
     def __enter__(self) -> TorchModel:
@@ -241,10 +257,10 @@ def choose(logits: Any, how: list[Sampling], places: Int32) -> Int32:
 class _Forward:
     """One forward pass: what its attention needs, and which layers have asked for it."""
 
-    __slots__ = ("batch", "layers", "store")
+    __slots__ = ("batch", "latents", "layers", "store")
 
-    def __init__(self, store: Store, batch: Batch) -> None:
-        self.store, self.batch = store, batch
+    def __init__(self, store: Store, batch: Batch, latents: dict[int, Any]) -> None:
+        self.store, self.batch, self.latents = store, batch, latents
         self.layers: set[int] = set()
 
 
@@ -269,7 +285,8 @@ def _attention(
         )
     layer, spec = module.layer_idx, forward.store.spec
     place = spec.layer_map[layer]
-    window = None if place is None else spec.groups[place[0]].window
+    group = None if place is None else spec.groups[place[0]]
+    window = None if group is None else group.window
     wrong = ""
     if attention_mask is not None:
         wrong = "a mask of its own"
@@ -279,10 +296,63 @@ def _attention(
         wrong = "attention that is not causal"
     if wrong:
         raise SpecError(f"layer {layer} ({type(module).__name__}) asks for {wrong}")
+    attend = partial(forward.store.attend, layer, batch=forward.batch, soft_cap=softcap, sinks=s_aux)
+    if group is not None and group.kind == "latent":
+        out = _attend_latent(module, query, key, group.k_dim, forward, attend, scaling)
+    else:
+        q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+        out = attend(q, k, v, scale=scaling)[None]
     forward.layers.add(layer)
-    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
-    out = forward.store.attend(layer, q, k, v, forward.batch, scale=scaling, soft_cap=softcap, sinks=s_aux)
-    return out[None], None
+    return out, None
+
+
+def _expander(model: Any, layer: int, k_dim: int) -> Any:
+    """The attention of a layer with a latent of so many values, if its latent can be seen and attended to."""
+    found = [
+        module
+        for module in model.modules()
+        if getattr(module, "layer_idx", None) == layer and hasattr(module, "kv_b_proj")
+    ]
+    weight = expansion(found[0]) if len(found) == 1 else None
+    if weight is None:
+        raise SpecError(
+            f"layer {layer} of {_name(model)} keeps a latent by the pool's spec, and this runner knows those "
+            "that a plain linear kv_b_proj expands (as DeepSeek-V2 and V3 have it)"
+        )
+    rank, rope = weight.shape[1], getattr(found[0], "qk_rope_head_dim", 0)
+    if not rope or rank + rope != k_dim:
+        raise SpecError(
+            f"layer {layer} of {_name(model)} keeps a latent of {rank} values and {rope} that carry the "
+            f"position, and the pool's spec has {k_dim}"
+        )
+    if hasattr(found[0], "indexer"):
+        raise SpecError(
+            f"layer {layer} of {_name(model)} chooses by an indexer what it attends to, and keeps keys for "
+            "that besides its latent: this runner does neither"
+        )
+    return found[0]
+
+
+def _see(latents: dict[int, Any], layer: int, _module: Any, given: tuple[Any, ...]) -> None:
+    """Keep what a layer is about to expand: ``[.., num_tokens, rank]``."""
+    latents[layer] = given[0]
+
+
+def _attend_latent(
+    module: Any, query: Any, key: Any, k_dim: int, forward: _Forward, attend: Any, scaling: float | None
+) -> Any:
+    """Attend over latents. K ends with the part that carries the position, the same in all heads."""
+    seen, weight = forward.latents.pop(module.layer_idx, None), expansion(module)
+    if seen is None or weight is None:
+        raise SpecError(f"layer {module.layer_idx} ({type(module).__name__}) did not expand its latent")
+    rank = weight.shape[1]
+    rope = k_dim - rank
+    latent = torch.cat((seen.reshape(-1, 1, rank), key[0, :1, :, -rope:].transpose(0, 1)), dim=-1)
+
+    def over_pages(absorbed: Any, scale: float) -> Any:
+        return attend(absorbed[0].transpose(0, 1), latent, None, scale=scale, v_dim=rank)[None]
+
+    return attend_latent(weight, query, rope, scaling, over_pages)
 
 
 def _name(model: Any) -> str:

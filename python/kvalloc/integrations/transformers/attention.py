@@ -6,12 +6,12 @@ table says where the rest lies. No mask is made, since a row's own tokens are al
 
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvalloc.errors import InvalidArgument
 from kvalloc.integrations.transformers.kv import Note, take_note
+from kvalloc.kernels.latent import attend_latent, expansion
 
 __all__ = ["PAGED", "paged_attention"]
 
@@ -93,25 +93,21 @@ def paged_attention(
 
 
 def _attend_latent(module: Any, query: Tensor, note: Note, scaling: float | None) -> Tensor:
-    """Multi-head latent attention on the latents: K's expansion goes into the query, V's onto the result."""
-    expand: Any = getattr(module, "kv_b_proj", None)
-    latent = note.latent
-    if type(expand) is not nn.Linear or expand.bias is not None or latent is None:
+    """Multi-head latent attention on the latents."""
+    weight, latent = expansion(module), note.latent
+    if weight is None or latent is None:
+        expand = type(getattr(module, "kv_b_proj", None)).__name__
         raise InvalidArgument(
-            f"layer {note.layer} ({type(module).__name__}) expands its latent by {type(expand).__name__}, "
+            f"layer {note.layer} ({type(module).__name__}) expands its latent by {expand}, "
             f"and {PAGED!r} knows a plain linear kv_b_proj only; use gathered attention: "
             "model.set_attn_implementation('sdpa')"
         )
-    heads, rank, nope = query.shape[1], expand.in_features, query.shape[-1]
-    rope = latent.shape[-1] - rank
-    nope -= rope
-    by_head = expand.weight.view(heads, -1, rank)
-    to_k, to_v = by_head[:, :nope], by_head[:, nope:]
-    absorbed = torch.cat((query[..., :nope] @ to_k, query[..., nope:]), dim=-1)
-    out = note.kv.attend(note.layer, absorbed, (latent,), scale=scaling, v_dim=rank)
-    # [rows, columns, heads, rank] by [heads, rank, v_dim], head by head.
-    expanded: Tensor = (out.unsqueeze(-2) @ to_v.transpose(1, 2)).squeeze(-2)
-    return expanded
+    rank = weight.shape[1]
+
+    def attend(absorbed: Tensor, scale: float) -> Tensor:
+        return note.kv.attend(note.layer, absorbed, (latent,), scale=scale, v_dim=rank)
+
+    return attend_latent(weight, query, latent.shape[-1] - rank, scaling, attend)
 
 
 AttentionInterface.register(PAGED, paged_attention)
