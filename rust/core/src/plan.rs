@@ -207,6 +207,9 @@ pub struct Plan {
     pub pinned: u64,
     /// Bytes that were asked for and don't come back.
     pub shortfall: u64,
+    /// Where the host tier had no place for what would have gone there, so that the ladder went on: tenants whose limit of it
+    /// was in the way, the root: the tier itself.
+    pub host_full: Vec<TenantId>,
     /// Bytes of extents that the plan empties, for pages of another size.
     pub emptied: u64,
     /// Bytes of the moves within the device, and between the tiers.
@@ -233,11 +236,19 @@ impl Plan {
             shared: 0,
             pinned: 0,
             shortfall: 0,
+            host_full: Vec::new(),
             emptied: 0,
             copied: [0; 2],
             copy_ns: None,
             moves: Vec::new(),
             victims: Vec::new(),
+        }
+    }
+
+    /// At this level the host tier had no place.
+    pub(crate) fn tell_host_full(&mut self, level: TenantId) {
+        if !self.host_full.contains(&level) {
+            self.host_full.push(level);
         }
     }
 

@@ -3,7 +3,7 @@
 //! | call | does | is refused when |
 //! | --- | --- | --- |
 //! | [`Pool::suspend`] | a sequence stops, by swap or by recompute | it does not run, or stands in another batch |
-//! | [`Pool::offload`] | the same for a session between two turns: by swap alone | the host tier is full: everything stays |
+//! | [`Pool::offload`] | the same for a session between two turns: by swap alone | the host tier has no room: everything stays |
 //! | [`Pool::resume`], [`Pool::prefetch`] | it goes on where it was | there is no room for all it needs: nothing is changed |
 //! | [`Pool::compress`] | pages of sequences go on in a smaller class | the tenant has not allowed it |
 //! | [`Pool::cut`] | contexts that are too long lose pages | the tenant has not allowed it |
@@ -26,8 +26,9 @@
 //! than a victim has, its tokens count in that proportion.
 //!
 //! Both speeds are the pool's ([`Pool::set_bandwidths`], [`Pool::set_recompute_speed`]); the defaults stand below. When the
-//! host tier is full the ladder goes on: recompute instead of swap, and the device copy stays until the commit. A sequence
-//! with tokens that nobody told the pool can't be computed again, so it can only be swapped.
+//! host tier is full, or whoever pays is at its limit of it, the ladder goes on: recompute instead of swap, and the device copy
+//! stays until the commit; the plan says at which level there was no room. A sequence with tokens that nobody told the pool can't
+//! be computed again, so it can only be swapped.
 //!
 //! # Whole need
 //!
@@ -66,6 +67,7 @@ use crate::{
     word::{Lane, PageId, PageRef, TenantId, Tier},
 };
 use ending::{Leaving, Returning};
+use places::{Part, add_part};
 
 /// Bytes a second between the tiers where the pool was told none: a PCIe 4 link as copies of whole pages use it.
 pub const HOST_BYTES_PER_SECOND: u64 = 25_000_000_000;
@@ -77,7 +79,7 @@ pub const TOKENS_PER_SECOND: u64 = 10_000;
 pub enum Wish {
     /// As it is restored sooner.
     Auto,
-    /// By swap; by recompute if the host tier is full.
+    /// By swap; by recompute if the host tier has no room.
     Swap,
     /// By recompute.
     Recompute,
@@ -86,12 +88,12 @@ pub enum Wish {
 }
 
 /// What a sequence would give back, and what it costs to restore it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Survey {
     /// Bytes of its private pages that a tenant pays for.
     pub(crate) bytes: u64,
-    /// Bytes of all its private pages: what swap copies.
-    pub(crate) copied: u64,
+    /// Bytes of all its private pages, by who pays: what swap copies.
+    pub(crate) copied: Vec<Part>,
     /// Bytes that stay because others hold them too.
     pub(crate) shared: u64,
     /// Bytes that stay because pins keep them.
@@ -115,6 +117,11 @@ impl Survey {
     /// Bytes that come back.
     pub(crate) fn back(&self) -> u64 {
         self.bytes + self.promised
+    }
+
+    /// Bytes that swap copies.
+    fn copied(&self) -> u64 {
+        self.copied.iter().map(|part| part.bytes).sum()
     }
 
     /// Tokens that recompute is likely to compute again: what nobody wants now stays cached, and is hit.
@@ -143,8 +150,9 @@ pub(crate) struct Build<'a> {
     dry: bool,
     pub(crate) endings: Vec<Box<dyn Ending>>,
     sequences: Vec<Arc<Sequence>>,
-    /// Of a dry one: the pages that it would take.
+    /// Of a dry one: the pages that it would take, and what it would take to the host tier.
     spoken: HashSet<PageId>,
+    sent: Vec<Part>,
 }
 
 impl Pool {
@@ -171,8 +179,9 @@ impl Pool {
             } else if word.refs() > 1 || word.is_leased() || spoken.contains(&page.id) {
                 survey.shared += bytes;
             } else {
-                survey.copied += bytes;
-                survey.bytes += if pays(self.pages.payer(page.id)) { bytes } else { 0 };
+                let payer = self.pages.payer(page.id);
+                add_part(&mut survey.copied, Part { payer, bytes });
+                survey.bytes += if pays(payer) { bytes } else { 0 };
             }
         }
         let promised = body.promises.iter().filter(|p| pays(p.0));
@@ -200,7 +209,7 @@ impl Pool {
         let host = speed(self.plans.bandwidths()[1], HOST_BYTES_PER_SECOND);
         let tokens = speed(self.recompute_speed.get(), TOKENS_PER_SECOND);
         Costs {
-            swap: ns(survey.copied.saturating_mul(2), host),
+            swap: ns(survey.copied().saturating_mul(2), host),
             recompute: survey.lost_tokens().map_or(u64::MAX, |n| ns(n, tokens)),
         }
     }
@@ -221,8 +230,8 @@ impl Pool {
     /// row; in another batch it can't be stopped.
     ///
     /// # Errors
-    /// Busy, closed, suspended; in another batch; it can neither be swapped nor computed again. It goes on then, out of
-    /// its row.
+    /// Busy, closed, suspended; in another batch; it can neither be swapped nor computed again. It goes on then, and keeps its
+    /// row unless the host tier's room turned out to lie in pieces, or to be another thread's by then.
     pub fn suspend(
         self: &Arc<Self>,
         sequence: &Arc<Sequence>,
@@ -329,7 +338,8 @@ impl Pool {
 
 impl<'a> Build<'a> {
     pub(crate) fn new(pool: &'a Arc<Pool>, lane: Lane, plan: Plan, dry: bool) -> Self {
-        Self { pool, lane, plan, dry, endings: Vec::new(), sequences: Vec::new(), spoken: HashSet::new() }
+        let (endings, sequences) = (Vec::new(), Vec::new());
+        Self { pool, lane, plan, dry, endings, sequences, spoken: HashSet::new(), sent: Vec::new() }
     }
 
     pub(crate) fn is_dry(&self) -> bool {
@@ -377,19 +387,29 @@ impl<'a> Build<'a> {
             return sequence.visit(|_, body, _| {
                 body.check_running(pool)?;
                 let survey = Survey { wanted, ..pool.survey(body, within, &self.spoken) };
-                let fits = pool.check_host(body.tenant, survey.copied);
-                let mode = match fits.err().filter(|_| pool.swaps(wish, &survey)) {
-                    Some(refusal) if !may_compute(wish, &survey) => return Err(refusal.into()),
-                    None if pool.swaps(wish, &survey) => Mode::Swap,
+                let mode = match pool.swaps(wish, &survey).then(|| self.check_host(&survey)) {
+                    Some(Err(refusal)) if !may_compute(wish, &survey) => return Err(refusal.into()),
+                    Some(Ok(())) => Mode::Swap,
                     _ => Mode::Recompute,
                 };
                 self.tell(body, &survey, mode, None);
-                self.plan.copied[1] += if mode == Mode::Swap { survey.copied } else { 0 };
+                if mode == Mode::Swap {
+                    self.plan.copied[1] += survey.copied();
+                    survey.copied.iter().for_each(|&part| add_part(&mut self.sent, part));
+                }
                 self.sequences.push(Arc::clone(sequence));
                 Ok(())
             })?;
         }
-        sequence.visit(|_, body, _| body.check_running(pool))??;
+        sequence.visit(|_, body, _| {
+            body.check_running(pool)?;
+            // A row that was taken can't be put back, so whoever could not leave keeps it.
+            let survey = pool.survey(body, within, &self.spoken);
+            if batch.is_some() && !may_compute(wish, &survey) {
+                self.check_host(&survey)?
+            }
+            Ok::<_, Error>(())
+        })??;
         let row = match batch {
             Some(batch) => batch.take_out(sequence)?,
             None => None,
@@ -399,10 +419,15 @@ impl<'a> Build<'a> {
         body.check_running(pool)?;
         let survey = Survey { wanted, ..pool.survey(body, within, &self.spoken) };
         let moves = match pool.swaps(wish, &survey).then(|| self.swap_out(body)).transpose() {
-            // The device copy stays, and the ladder goes on.
-            Err(_) if may_compute(wish, &survey) => None,
-            Err(refusal) => return Err(refusal.into()),
             Ok(moves) => moves,
+            Err(refusal) => {
+                self.plan.tell_host_full(refusal.level);
+                if !may_compute(wish, &survey) {
+                    return Err(refusal.into());
+                }
+                // The device copy stays, and the ladder goes on.
+                None
+            }
         };
         let mode = if moves.is_some() { Mode::Swap } else { Mode::Recompute };
         let moves = moves.unwrap_or_default();
@@ -419,6 +444,19 @@ impl<'a> Build<'a> {
         }));
         self.sequences.push(Arc::clone(sequence));
         Ok(())
+    }
+
+    /// Whether a sequence finds its place in the host tier; the plan says where not.
+    fn check_host(&mut self, survey: &Survey) -> Result<(), Refusal> {
+        let fits = self.pool.check_host(&survey.copied, &self.sent);
+        fits.inspect_err(|refusal| self.plan.tell_host_full(refusal.level))
+    }
+
+    /// Whether pages of a tenant have no place in the host tier; the plan says where.
+    fn finds_host_full(&mut self, tenant: TenantId) -> bool {
+        let largest = self.pool.spec.sizes().last().copied().unwrap_or(0);
+        let page = Survey { copied: vec![Part { payer: tenant, bytes: largest }], ..Survey::default() };
+        self.check_host(&page).is_err()
     }
 
     /// A sequence that stops, into the plan's numbers.

@@ -5,7 +5,7 @@
 //! | rung | takes | here |
 //! | --- | --- | --- |
 //! | free | cached pages below the tenant: of tenants that do nothing first, then of those most over their share; coldest and leaf first (evict.rs) | yes |
-//! | compress | where the host tier is full: pages of live sequences whose tenant allows it | `preempt/compress.rs`, with [`Live::Preempt`] |
+//! | compress | where the host tier is full, for the pool or for a tenant: pages of live sequences whose tenant allows it | `preempt/compress.rs`, with [`Live::Preempt`] |
 //! | evict | the same: old pages of contexts whose tenant allows that they are cut | `preempt/cut.rs`, with [`Live::Preempt`] |
 //! | offload, recompute | live sequences | preempt.rs, with [`Live::Preempt`] |
 //!

@@ -436,7 +436,7 @@ fn change(pool: &Arc<Pool>, tenant: TenantId, stop: &AtomicBool) {
     let face = Pages::new(pool);
     while !stop.load(Ordering::Acquire) {
         let policy = Policy {
-            limit: [Some(Units(dice.roll(8) as u32)), None],
+            limit: [dice.roll(8), dice.roll(8)].map(|n| Some(Units(n as u32))),
             weight: 1 + dice.roll(5) as u32,
             priority: dice.roll(100) as u8,
             ..Policy::default()
@@ -466,7 +466,7 @@ fn run(name: &str, groups: Vec<GroupSpec>, small: bool, pages: u64, length: Leng
         .map(|n| {
             let policy = Policy {
                 reserve: [Units(RESERVE), Units(0)],
-                limit: [(n % 2 == 0).then_some(Units(16)), None],
+                limit: [(n % 2 == 0).then_some(Units(16)), (n % 3 == 0).then_some(Units(6))],
                 publish: vec![(org, (n % 3 == 0).then_some(Units(12)))],
                 pin_budget: Units(4),
                 compress: true,

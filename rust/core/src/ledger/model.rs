@@ -1,7 +1,8 @@
 //! The ledger against an obviously right model: every number after every operation, and every refusal.
 //!
 //! The model keeps what each node has and computes everything else from scratch. It knows nothing of stocks: what lies in
-//! stock must never cause a refusal, and is subtracted where the ledger's numbers include it.
+//! stock must never cause a refusal, and is subtracted where the ledger's numbers include it. Each tier has a model of its
+//! own, so that what happens in one shows in the other nowhere.
 
 use proptest::prelude::*;
 
@@ -158,7 +159,7 @@ enum Op {
     FromPinned(usize, u32),
     ParkPinned(usize, u32),
     RevivePinned(usize, u32),
-    Policy(usize, u32, Option<u32>, bool),
+    Policy(usize, u32, Option<u32>, bool, Option<u32>),
     Shift(usize, i32),
     Recall(usize, u32),
     Lend(usize, u32),
@@ -186,7 +187,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => two.clone().prop_map(|(t, n)| Op::FromPinned(t, n)),
         1 => two.clone().prop_map(|(t, n)| Op::ParkPinned(t, n)),
         1 => two.prop_map(|(t, n)| Op::RevivePinned(t, n)),
-        3 => (1..NODES, small, limit, any::<bool>()).prop_map(|(t, r, limit, lend)| Op::Policy(t, r, limit, lend)),
+        3 => (1..NODES, small, limit.clone(), any::<bool>(), limit)
+            .prop_map(|(t, r, limit, lend, host)| Op::Policy(t, r, limit, lend, host)),
         1 => (1..NODES, -20..20i32).prop_map(|(t, by)| Op::Shift(t, by)),
         2 => (1..NODES, 0..40u32).prop_map(|(t, n)| Op::Recall(t, n)),
         1 => (1..NODES, 0..20u32).prop_map(|(t, n)| Op::Lend(t, n)),
@@ -196,7 +198,7 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 struct Pair {
-    model: Model,
+    models: [Model; TIERS],
     ledger: Ledger,
     scale: u32,
 }
@@ -216,7 +218,7 @@ impl Pair {
             let made = ledger.create(id(parent), &format!("t{at}"), &Policy::default());
             assert_eq!(made, Ok(id(at)));
         }
-        Self { model, ledger, scale }
+        Self { models: [model.clone(), model], ledger, scale }
     }
 
     fn compare(ours: Result<(), Refused>, right: Result<(), Refusal>) {
@@ -224,98 +226,107 @@ impl Pair {
         assert_eq!(ours, right);
     }
 
-    fn run(&mut self, op: &Op) {
-        let Self { model, ledger, scale } = self;
+    /// Reserves are of the device, and so is what changes them.
+    fn run(&mut self, tier: Tier, op: &Op) {
+        let Self { models, ledger, scale } = self;
+        let tier = match op {
+            Op::Policy(..) | Op::Shift(..) | Op::Recall(..) | Op::Lend(..) => DEV,
+            _ => tier,
+        };
+        let model = &mut models[tier.as_usize()];
         let size = |n: u32| if n.is_multiple_of(2) { n * *scale } else { n };
         let lane = |l: u8| Lane::wrapped(l.into());
         match *op {
             Op::Charge(t, n, l) => {
                 let n = size(n);
                 let right = model.step(t, n, |node| node.held += n, n);
-                Self::compare(ledger.charge(DEV, id(t), lane(l), Units(n)), right);
+                Self::compare(ledger.charge(tier, id(t), lane(l), Units(n)), right);
             }
             Op::Promise(t, n, l) => {
                 let n = size(n);
                 let right = model.step(t, n, |node| node.promised += n, n);
-                Self::compare(ledger.promise(DEV, id(t), lane(l), Units(n)), right);
+                Self::compare(ledger.promise(tier, id(t), lane(l), Units(n)), right);
             }
             Op::Revive(t, n) => {
                 let n = size(n).min(model.nodes[t].cached);
                 let change = |node: &mut Node| (node.cached, node.held) = (node.cached - n, node.held + n);
                 let right = model.step(t, 0, change, n);
-                Self::compare(ledger.revive(DEV, id(t), Units(n)), right);
+                Self::compare(ledger.revive(tier, id(t), Units(n)), right);
             }
             Op::RevivePinned(t, n) => {
                 let n = size(n).min(model.nodes[t].cached);
                 let change =
                     |node: &mut Node| (node.cached, node.pinned) = (node.cached - n, node.pinned + n);
                 let right = model.step(t, 0, change, n);
-                Self::compare(ledger.revive_pinned(DEV, id(t), Units(n)), right);
+                Self::compare(ledger.revive_pinned(tier, id(t), Units(n)), right);
             }
             Op::Discharge(t, n, l) => {
                 let n = size(n).min(model.nodes[t].held);
                 model.nodes[t].held -= n;
-                ledger.discharge(DEV, id(t), lane(l), Units(n));
+                ledger.discharge(tier, id(t), lane(l), Units(n));
             }
             Op::ChargePromised(t, n, l) => {
                 let n = size(n).min(model.nodes[t].promised);
                 (model.nodes[t].promised, model.nodes[t].held) =
                     (model.nodes[t].promised - n, model.nodes[t].held + n);
-                ledger.charge_promised(DEV, id(t), lane(l), Units(n));
+                ledger.charge_promised(tier, id(t), lane(l), Units(n));
             }
             Op::DischargePromised(t, n, l) => {
                 let n = size(n).min(model.nodes[t].held);
                 (model.nodes[t].promised, model.nodes[t].held) =
                     (model.nodes[t].promised + n, model.nodes[t].held - n);
-                ledger.discharge_promised(DEV, id(t), lane(l), Units(n));
+                ledger.discharge_promised(tier, id(t), lane(l), Units(n));
             }
             Op::Unpromise(t, n, l) => {
                 let n = size(n).min(model.nodes[t].promised);
                 model.nodes[t].promised -= n;
-                ledger.unpromise(DEV, id(t), lane(l), Units(n));
+                ledger.unpromise(tier, id(t), lane(l), Units(n));
             }
             Op::Park(t, n) => {
                 let n = size(n).min(model.nodes[t].held);
                 (model.nodes[t].held, model.nodes[t].cached) =
                     (model.nodes[t].held - n, model.nodes[t].cached + n);
-                ledger.park(DEV, id(t), Units(n));
+                ledger.park(tier, id(t), Units(n));
             }
             Op::DropCached(t, n) => {
                 let n = size(n).min(model.nodes[t].cached);
                 model.nodes[t].cached -= n;
-                ledger.drop_cached(DEV, id(t), Units(n));
+                ledger.drop_cached(tier, id(t), Units(n));
             }
             Op::ToPinned(t, n) => {
                 let n = size(n).min(model.nodes[t].held);
                 (model.nodes[t].held, model.nodes[t].pinned) =
                     (model.nodes[t].held - n, model.nodes[t].pinned + n);
-                ledger.to_pinned(DEV, id(t), Units(n));
+                ledger.to_pinned(tier, id(t), Units(n));
             }
             Op::FromPinned(t, n) => {
                 let n = size(n).min(model.nodes[t].pinned);
                 (model.nodes[t].held, model.nodes[t].pinned) =
                     (model.nodes[t].held + n, model.nodes[t].pinned - n);
-                ledger.from_pinned(DEV, id(t), Units(n));
+                ledger.from_pinned(tier, id(t), Units(n));
             }
             Op::ParkPinned(t, n) => {
                 let n = size(n).min(model.nodes[t].pinned);
                 (model.nodes[t].cached, model.nodes[t].pinned) =
                     (model.nodes[t].cached + n, model.nodes[t].pinned - n);
-                ledger.park_pinned(DEV, id(t), Units(n));
+                ledger.park_pinned(tier, id(t), Units(n));
             }
-            Op::Policy(t, reserve, limit, lend) => {
+            Op::Policy(t, reserve, limit, lend, host) => {
                 let (reserve, limit) = (reserve * *scale, limit.map(|n| n * *scale));
+                let host = host.map(|n| n * *scale);
                 let asked_back = if model.nodes[t].lend { model.nodes[t].asked_back } else { 0 };
                 let policy = Policy {
                     reserve: [Units(reserve), Units(0)],
-                    limit: [limit.map(Units), None],
+                    limit: [limit, host].map(|limit| limit.map(Units)),
                     lend,
                     ..Policy::default()
                 };
                 let ours = ledger.set_policy(id(t), &policy);
                 let node =
                     Node { reserve, limit, lend, asked_back: asked_back.min(reserve), ..model.nodes[t] };
-                self.policy(t, node, ours);
+                if self.policy(t, node, ours) {
+                    self.models[Tier::Host.as_usize()].nodes[t].limit = host;
+                }
             }
             Op::Shift(t, by) => {
                 let by = by * *scale as i32;
@@ -339,19 +350,19 @@ impl Pair {
             Op::Capacity(capacity) => {
                 let capacity = capacity * *scale;
                 let reserved: u32 = Model::children(0).map(|child| model.floor(child)).sum();
-                let ours = ledger.set_capacity(DEV, Units(capacity));
+                let ours = ledger.set_capacity(tier, Units(capacity));
                 assert_eq!(ours.is_ok(), capacity >= reserved);
                 if ours.is_ok() {
                     model.capacity = capacity;
                 }
             }
-            Op::Drain => ledger.drain(DEV),
+            Op::Drain => ledger.drain(tier),
         }
     }
 
-    /// Another policy and what the ledger said of it.
-    fn policy(&mut self, t: usize, node: Node, ours: Result<(), LedgerError>) {
-        let model = &mut self.model;
+    /// Another policy and what the ledger said of it: whether it holds. (Without reserves a limit always does.)
+    fn policy(&mut self, t: usize, node: Node, ours: Result<(), LedgerError>) -> bool {
+        let model = &mut self.models[DEV.as_usize()];
         let mut after = model.clone();
         after.nodes[t] = node;
         let reserve = node.reserve;
@@ -362,7 +373,7 @@ impl Pair {
                 ours,
                 Err(LedgerError::LimitBelowReserve { .. } | LedgerError::LimitBelowReserves { .. })
             ));
-            return;
+            return false;
         }
         // The reserves of all must fit under every limit above; then the claim must, while its own limit is the larger one.
         let floors_fit = Model::path(t).skip(1).all(|level| {
@@ -377,13 +388,19 @@ impl Pair {
         if ours.is_ok() {
             *model = after;
         }
+        ours.is_ok()
     }
 
     /// Every number of every node.
     fn check(&self) {
-        let Self { model, ledger, .. } = self;
+        Tier::ALL.into_iter().for_each(|tier| self.check_tier(tier));
+        assert_eq!(self.ledger.faults(), 0);
+    }
+
+    fn check_tier(&self, tier: Tier) {
+        let (model, ledger) = (&self.models[tier.as_usize()], &self.ledger);
         model.check_floors();
-        let usages: Vec<_> = (0..NODES).map(|at| ledger.usage(DEV, id(at))).collect();
+        let usages: Vec<_> = (0..NODES).map(|at| ledger.usage(tier, id(at))).collect();
         let mut with_stocks = model.clone();
         for (node, usage) in with_stocks.nodes.iter_mut().zip(&usages) {
             node.held += usage.stock.0;
@@ -399,20 +416,19 @@ impl Pair {
                 (node.reserve, model.limit(at))
             );
             assert_eq!(usage.subtree.0, with_stocks.charged(at), "node {at}");
-            assert_eq!(ledger.kept(DEV, id(at)).0, node.kept(), "node {at}");
+            assert_eq!(ledger.kept(tier, id(at)).0, node.kept(), "node {at}");
             assert_eq!((usage.claim.0, usage.demand.0), (with_stocks.claim(at), with_stocks.demand(at)));
         }
-        assert_eq!(ledger.faults(), 0);
     }
 
     /// What admission is told is what a charge gets once nothing is cached.
-    fn check_room(&self) {
+    fn check_room(&self, tier: Tier) {
+        let model = &self.models[tier.as_usize()];
         for at in 0..NODES {
-            let right = self.model.room(at);
-            let room = self.ledger.room(DEV, id(at), Units(u32::MAX));
+            let right = model.room(at);
+            let room = self.ledger.room(tier, id(at), Units(u32::MAX));
             assert_eq!(room.now.0, right, "node {at}");
-            let unreclaimed =
-                Model::path(at).map(|l| self.model.limit(l).saturating_sub(self.model.charged(l)));
+            let unreclaimed = Model::path(at).map(|l| model.limit(l).saturating_sub(model.charged(l)));
             let unreclaimed = unreclaimed.min().unwrap_or(0);
             assert_eq!(room.unreclaimed.0 > 0, room.now.0 > 0 && unreclaimed > 0, "node {at}");
         }
@@ -424,14 +440,14 @@ proptest! {
     fn every_number_is_the_models(
         stock in 0..5u32,
         scale in prop::sample::select(&SCALES[..]),
-        ops in prop::collection::vec(op(), 1..80),
+        ops in prop::collection::vec((prop::sample::select(&Tier::ALL[..]), op()), 1..120),
     ) {
         let mut pair = Pair::new(stock, scale);
-        for op in &ops {
-            pair.run(op);
+        for (tier, op) in &ops {
+            pair.run(*tier, op);
             pair.check();
         }
-        pair.check_room();
+        Tier::ALL.into_iter().for_each(|tier| pair.check_room(tier));
         pair.check();
     }
 }

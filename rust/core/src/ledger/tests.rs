@@ -48,6 +48,41 @@ fn a_limit_names_its_level_and_its_room() {
     assert_eq!(ledger.usage(DEV, ROOT).subtree, Units(8));
 }
 
+/// Each tier's limit is its own, stocks count in it, and lowered below use it breaks nobody.
+#[test]
+fn a_limit_of_the_host_tier_bounds_that_one_alone() {
+    for stock in [0, 2] {
+        let ledger = ledger(1000, stock);
+        let with_host = |n| Policy { limit: [Some(Units(5)), Some(Units(n))], ..Policy::default() };
+        let org = ledger.create(ROOT, "org", &with_host(50)).expect("fits");
+        let user = ledger.create(org, "user", &Policy::default()).expect("fits");
+        let host = |n| ledger.charge(Tier::Host, user, lane(0), Units(n));
+        host(40).expect("room");
+        charge(&ledger, user, 5).expect("room");
+        let refused = charge(&ledger, user, 1).expect_err("the device's");
+        assert_eq!((refused.tier, refused.level, refused.limit), (DEV, org, Units(5)));
+        let refused = host(11).expect_err("the host's");
+        assert_eq!(
+            (refused.tier, refused.level, refused.why, refused.room),
+            (Tier::Host, org, Why::Limit, Units(10))
+        );
+        host(10).expect("to the last unit, whatever lies in stock");
+        ledger.set_policy(org, &with_host(20)).expect("a limit may lie below use");
+        assert_eq!(ledger.policy(org).expect("lives").limit, [Some(Units(5)), Some(Units(20))]);
+        assert_eq!(ledger.charged(Tier::Host, org), Units(50));
+        for n in (0..15).map(|n| 50 - 2 * n) {
+            assert_eq!(host(1).map_err(|r| r.level), Err(org), "{n} are charged");
+            ledger.discharge(Tier::Host, user, lane(0), Units(2));
+        }
+        assert_eq!(host(1).map_err(|r| r.room), Err(Units(0)), "exactly the limit");
+        ledger.discharge(Tier::Host, user, lane(0), Units(1));
+        host(1).expect("below it");
+        ledger.discharge(Tier::Host, user, lane(0), Units(20));
+        ledger.discharge(DEV, user, lane(0), Units(5));
+        ledger.remove(user).expect("empty");
+    }
+}
+
 #[test]
 fn a_reserve_is_there_at_once() {
     let ledger = ledger(100, 0);

@@ -216,6 +216,7 @@ fn traveller() -> Plan {
         copy_ns: Some(5),
         moves: vec![m; 3],
         victims: vec![victim, other, Victim { row: None, ..victim }],
+        host_full: vec![TenantId(0), TenantId(7)],
         ..Plan::new(Kind::Suspend, TenantId(2), 99)
     }
 }

@@ -1,7 +1,8 @@
 //! A plan as bytes, for those who carry it out elsewhere: every rank of a group copies its own shard.
 //!
 //! Eight-byte words, little endian: what it is and in which version, the numbers, the digest of the spec, the moves, the
-//! victims, and a checksum of all before. What was altered on the way is refused; who may send one is not decided here.
+//! victims, where the host tier was full, and a checksum of all before. What was altered on the way is refused; who may send one
+//! is not decided here.
 //!
 //! The digest is the caller's: the books don't know the layers of the model, which the ranks of a group must agree on too.
 
@@ -13,7 +14,7 @@ use super::{Fate, Fault, Kind, Move, Plan, PlanId, Rungs, TakenRow, Victim};
 use crate::word::{PageRef, TenantId, page::Location};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"kvplan\0\x02");
-const WORDS: usize = 23;
+const WORDS: usize = 24;
 const MOVE: usize = 4;
 const VICTIM: usize = 6;
 const UNKNOWN: u64 = u64::MAX;
@@ -52,6 +53,7 @@ impl Plan {
             self.copy_ns.unwrap_or(UNKNOWN),
             self.moves.len() as u64,
             self.victims.len() as u64,
+            self.host_full.len() as u64,
         ];
         let spec = u128::from_le_bytes(spec);
         words.extend([spec as u64, (spec >> 64) as u64]);
@@ -64,6 +66,7 @@ impl Plan {
             });
             words.extend([v.sequence, v.tenant.0.into(), v.fate as u64, v.bytes, v.tokens.into(), row]);
         }
+        words.extend(self.host_full.iter().map(|level| u64::from(level.0)));
         let mut bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
         bytes.extend(checksum(&bytes).to_le_bytes());
         bytes
@@ -89,13 +92,14 @@ impl Plan {
             return Err(Fault::Altered("the checksum differs: something was altered on the way"));
         }
         // As it was written: what follows only guards against a writer of another mind.
-        let (moves, victims) = (words[18], words[19]);
+        let (moves, victims, levels) = (words[18], words[19], words[20]);
         let length = moves.checked_mul(MOVE as u64).zip(victims.checked_mul(VICTIM as u64));
-        let length = length.and_then(|(m, v)| m.checked_add(v)).and_then(|n| n.checked_add(WORDS as u64));
-        if length != Some(words.len() as u64) {
+        let length = length.and_then(|(m, v)| m.checked_add(v)).and_then(|n| n.checked_add(levels));
+        if length.and_then(|n| n.checked_add(WORDS as u64)) != Some(words.len() as u64) {
             return Err(Fault::Altered("its length is not that of its moves"));
         }
-        let (moves, victims) = words[WORDS - 1..words.len() - 1].split_at(moves as usize * MOVE);
+        let (moves, rest) = words[WORDS - 1..words.len() - 1].split_at(moves as usize * MOVE);
+        let (victims, levels) = rest.split_at(victims as usize * VICTIM);
         let short = |word: u64| u32::try_from(word).map_err(|_| Fault::Altered("a number is too large"));
         let location = |word: u64| match Location(word) {
             at if at.tier().is_some() => Ok(at),
@@ -123,7 +127,7 @@ impl Plan {
             })
         };
         let kind = usize::try_from(words[3]).ok().and_then(|kind| Kind::ALL.get(kind));
-        let spec = (u128::from(words[21]) << 64 | u128::from(words[20])).to_le_bytes();
+        let spec = (u128::from(words[22]) << 64 | u128::from(words[21])).to_le_bytes();
         let plan = Self {
             pool: words[1],
             id: PlanId(words[2]),
@@ -135,6 +139,7 @@ impl Plan {
             shared: words[11],
             pinned: words[12],
             shortfall: words[13],
+            host_full: levels.iter().map(|&level| short(level).map(TenantId)).collect::<Result<_, _>>()?,
             emptied: words[14],
             copied: [words[15], words[16]],
             copy_ns: Some(words[17]).filter(|&ns| ns != UNKNOWN),

@@ -65,13 +65,7 @@ impl Pool {
             )));
         }
         let plan = Plan::new(Kind::Compress, tenant, bytes);
-        self.regain(plan, ttl_ms, dry, |build| build.compress_pages(tenant, bytes, from, &mut None))
-    }
-
-    /// Whether pages of a tenant have no place in the host tier.
-    pub(crate) fn host_is_full(&self, tenant: TenantId) -> bool {
-        let largest = self.spec.sizes().last().copied().unwrap_or(0);
-        self.arena_bytes(Tier::Host) == 0 || self.check_host(tenant, largest).is_err()
+        self.regain(plan, ttl_ms, dry, |build| build.compress_pages(tenant, bytes, from, false, &mut None))
     }
 
     /// The class that pages of a group are compressed into, if they stay for as long as their sequence, and take less there:
@@ -128,7 +122,8 @@ impl Pool {
 }
 
 impl Build<'_> {
-    /// Compress pages of sequences of the subtree of `tenant` until `bytes` come back: how many do.
+    /// Compress pages of sequences of the subtree of `tenant` until `bytes` come back: how many do. `where_full`: only of those
+    /// whose pages have no place in the host tier.
     ///
     /// # Errors
     /// A batch or a sequence of another pool.
@@ -137,25 +132,31 @@ impl Build<'_> {
         tenant: TenantId,
         bytes: u64,
         from: From<'_>,
+        where_full: bool,
         surplus: &mut Option<Surplus<'_>>,
     ) -> Result<u64, Error> {
         let pool = self.pool;
         let cold = |_: &Self, body: &Body| pool.cold_pages(body, tenant).len();
         let compress =
             |build: &mut Self, _: &_, body: &mut Body, bytes| build.compress_of(body, tenant, bytes);
-        self.shrink_each(tenant, bytes, from, surplus, cold, compress)
+        self.shrink_each(tenant, bytes, from, where_full, surplus, cold, compress)
     }
 
     /// Running sequences of the subtree of `tenant` give pages until `bytes` come back: those in no batch first, then those
-    /// that have the most to give. How many do.
+    /// that have the most to give. How many do. `where_full`: as in [`Self::compress_pages`].
     ///
     /// # Errors
     /// A batch or a sequence of another pool.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "of whom, how many, whom not, what they have and how it is taken"
+    )]
     pub(super) fn shrink_each(
         &mut self,
         tenant: TenantId,
         bytes: u64,
         from: From<'_>,
+        where_full: bool,
         surplus: &mut Option<Surplus<'_>>,
         has: impl Fn(&Self, &Body) -> usize,
         mut give: impl FnMut(&mut Self, &Arc<Sequence>, &mut Body, u64) -> u64,
@@ -171,6 +172,9 @@ impl Build<'_> {
                 });
                 // What is in use at this moment is passed by.
                 let has = has.ok().filter(|&n| n > 0)?;
+                if where_full && !self.finds_host_full(sequence.tenant()) {
+                    return None;
+                }
                 Some(((batch.is_some(), Reverse(has)), sequence))
             })
             .collect();

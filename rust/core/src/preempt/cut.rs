@@ -86,7 +86,7 @@ impl Pool {
             )));
         }
         let plan = Plan::new(Kind::Cut, tenant, bytes);
-        self.regain(plan, ttl_ms, dry, |build| build.cut_pages(tenant, bytes, from, &mut None))
+        self.regain(plan, ttl_ms, dry, |build| build.cut_pages(tenant, bytes, from, false, &mut None))
     }
 }
 
@@ -108,7 +108,8 @@ impl Build<'_> {
         pool.settled_pages(body, 1..end.min(body.published), grows, may)
     }
 
-    /// Cut contexts of the subtree of `tenant` until `bytes` come back: how many do.
+    /// Cut contexts of the subtree of `tenant` until `bytes` come back: how many do. `where_full`: as in
+    /// [`Self::compress_pages`].
     ///
     /// # Errors
     /// A batch or a sequence of another pool.
@@ -117,13 +118,14 @@ impl Build<'_> {
         tenant: TenantId,
         bytes: u64,
         from: From<'_>,
+        where_full: bool,
         surplus: &mut Option<Surplus<'_>>,
     ) -> Result<u64, Error> {
         let old = |build: &Self, body: &Body| build.old_pages(body, tenant).len();
         let cut = |build: &mut Self, sequence: &_, body: &mut Body, bytes| {
             build.cut_of(sequence, body, tenant, bytes)
         };
-        self.shrink_each(tenant, bytes, from, surplus, old, cut)
+        self.shrink_each(tenant, bytes, from, where_full, surplus, old, cut)
     }
 
     /// Of one sequence: the bytes that come back.
@@ -162,9 +164,9 @@ impl Build<'_> {
         back
     }
 
-    /// Live sequences give bytes back: those whose pages could only be dropped, because the host tier is full, by going on with
-    /// less exact or with fewer ones where that is allowed; then by stopping. How many do. `whole`: if there is not enough
-    /// nobody stops.
+    /// Live sequences give bytes back: those whose pages could only be dropped, because the host tier is full or their tenant's
+    /// limit of it is reached, by going on with less exact or with fewer ones where that is allowed; then by stopping. How many
+    /// do. `whole`: if there is not enough nobody stops.
     ///
     /// # Errors
     /// A batch or a sequence of another pool.
@@ -178,17 +180,15 @@ impl Build<'_> {
     ) -> Result<u64, Error> {
         let pool = self.pool;
         let mut surplus = self.surplus(tenant, from);
-        let mut back = 0;
-        if pool.host_is_full(tenant) {
-            back = self.compress_pages(tenant, bytes, from, &mut surplus)?;
-            back += self.cut_pages(tenant, bytes - back, from, &mut surplus)?;
-        }
+        let mut back = self.compress_pages(tenant, bytes, from, true, &mut surplus)?;
+        back += self.cut_pages(tenant, bytes - back, from, true, &mut surplus)?;
         let missing = bytes - back;
         if whole && !self.dry {
             // Ask first: a row that was taken can't be put back.
             let mut ask = Build::new(pool, self.lane, Plan::new(self.plan.kind, tenant, missing), true);
             let more = ask.stop_victims(tenant, missing, from, wish, &mut surplus.clone())?;
             if more < missing {
+                ask.plan.host_full.into_iter().for_each(|level| self.plan.tell_host_full(level));
                 return Ok(back + more);
             }
         }

@@ -2,7 +2,8 @@
 //!
 //! On the device such a charge is an allocation like any other: it takes cached pages that are in the way. The host tier has
 //! no cached pages but those that were let go while they were away and could not end at once, because others continued them
-//! or an order listed them ([`Pool::drop_lost_pages`]); they go before anything is refused.
+//! or an order listed them ([`Pool::drop_lost_pages`]); they go before anything is refused. There a tenant's limit of the
+//! host tier holds, and those above it.
 //!
 //! Callers: preempt.rs.
 
@@ -14,6 +15,21 @@ use crate::{
     sync::Atom,
     word::{ClassId, FrameId, Lane, PageRef, TenantId, Tier, Units, page::Location},
 };
+
+/// Bytes that somebody pays for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Part {
+    pub(crate) payer: TenantId,
+    pub(crate) bytes: u64,
+}
+
+/// So many bytes more of a payer.
+pub(super) fn add_part(parts: &mut Vec<Part>, more: Part) {
+    match parts.iter_mut().find(|part| part.payer == more.payer) {
+        Some(part) => part.bytes += more.bytes,
+        None => parts.push(more),
+    }
+}
 
 impl Pool {
     /// Moves of a plan that will not be: the last first, as their pages go when everybody lets go of them.
@@ -117,20 +133,41 @@ impl Pool {
         Err(Refusal { why, tier, tenant: payer, level: TenantId(0), asked, room })
     }
 
-    /// Whether the host tier has room for so many bytes of a tenant at this moment. What is lost there counts as room, as far
-    /// as can be told without a look at each: some of it may have to stay for others that continue it.
-    pub(super) fn check_host(&self, tenant: TenantId, bytes: u64) -> Result<(), Refusal> {
-        let units = Units(u32::try_from(bytes / self.spec.unit()).unwrap_or(u32::MAX));
-        let room = self.ledger.room(Tier::Host, tenant, units);
+    /// Whether the host tier has room for so many bytes of each payer at this moment, beside what `sent` says. What is lost
+    /// there counts as room, as far as can be told without a look at each: some of it may have to stay for others that
+    /// continue it.
+    pub(super) fn check_host(&self, wanted: &[Part], sent: &[Part]) -> Result<(), Refusal> {
+        let below = |level, parts: &[Part]| -> u64 {
+            parts.iter().filter(|part| self.ledger.is_under(part.payer, level)).map(|part| part.bytes).sum()
+        };
+        let mut refusal =
+            Refusal { why: Why::Frames, tier: Tier::Host, tenant: ROOT, level: ROOT, asked: 0, room: 0 };
+        for part in wanted {
+            // What one pays counts at those above it too.
+            for level in std::iter::successors(Some(part.payer), |&at| self.ledger.parent(at)) {
+                let (asked, before) = (below(level, wanted), below(level, sent));
+                let units = Units(u32::try_from((asked + before) / self.spec.unit()).unwrap_or(u32::MAX));
+                let room = self.ledger.room(Tier::Host, level, units);
+                if room.now < units {
+                    refusal.why = if room.level == ROOT { Why::Claim } else { Why::Limit };
+                    let room_left = self.bytes(room.now.0).saturating_sub(before);
+                    return Err(Refusal {
+                        tenant: part.payer,
+                        level: room.level,
+                        asked,
+                        room: room_left,
+                        ..refusal
+                    });
+                }
+                (refusal.tenant, refusal.asked) = (part.payer, asked);
+            }
+        }
+        let before = below(ROOT, sent);
         let mut free = self.arena(Tier::Host).free_bytes();
-        if free < bytes && self.lost.get() > 0 {
+        if free < refusal.asked + before && self.lost.get() > 0 {
             free += self.bytes(self.ledger.subtree_usage(Tier::Host, ROOT).cached.0);
         }
-        let refusal = |why, level, room| Refusal { why, tier: Tier::Host, tenant, level, asked: bytes, room };
-        if room.now < units {
-            let why = if room.level == ROOT { Why::Claim } else { Why::Limit };
-            return Err(refusal(why, room.level, self.bytes(room.now.0)));
-        }
-        if free < bytes { Err(refusal(Why::Frames, ROOT, free)) } else { Ok(()) }
+        refusal.room = free.saturating_sub(before);
+        if refusal.room < refusal.asked { Err(refusal) } else { Ok(()) }
     }
 }

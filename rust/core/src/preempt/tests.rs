@@ -287,6 +287,144 @@ fn a_full_host_tier() {
     empty(&pool);
 }
 
+/// Tenants with a limit of the host tier of so many pages.
+fn host_limit(pages: u32) -> Policy {
+    Policy { limit: [None, Some(Units(pages))], ..Policy::default() }
+}
+
+/// Of two tenants the one at its limit of the host tier is computed again, and the other is swapped; a session of the former
+/// stays where it is, and the refusal names the level.
+#[test]
+fn a_limit_of_the_host_tier_is_one_tenants_alone() {
+    let pool = host_pool(spec(&[(Full, 1)]), 40, 40);
+    let org = tenant(&pool, ROOT, "org", &host_limit(5));
+    let (a, b) = (tenant(&pool, org, "a", &Policy::default()), plain_tenant(&pool, "b"));
+    let mine = batch(&pool, 8, 64);
+    let of = |t, first| computed(&pool, &mine, t, first..first + 9);
+    let (first, second, other) = (of(a, 0), of(a, 100), of(b, 200));
+    commit(&pool, &pool.offload(&first, TTL, false).expect("three of five pages"));
+    let before = look(&pool, &second);
+    match pool.offload(&second, TTL, false) {
+        Err(Error::Refused(r)) => {
+            let why = (r.tier, r.why, r.tenant, r.level);
+            assert_eq!(why, (Tier::Host, Why::Limit, a, org));
+            assert_eq!((r.asked, r.room), (pool.bytes(3), pool.bytes(2)));
+        }
+        other => panic!("{other:?}"),
+    }
+    let dry = pool.offload(&second, TTL, true).map(drop);
+    assert_eq!(dry, pool.offload(&second, TTL, false).map(drop), "the same numbers");
+    assert_eq!(look(&pool, &second), before);
+    green(&pool);
+    let sessions = [Arc::clone(&second), Arc::clone(&other)];
+    let from = From { batches: &[], sessions: &sessions, who: For::Anybody };
+    let ask = |dry| pool.preempt(ROOT, pool.bytes(6), from, Wish::Swap, TTL, dry).expect("sound");
+    let (dry, built) = (ask(true), ask(false));
+    let fates = |built: &Built| -> Vec<_> {
+        let mut fates: Vec<_> = built.0.victims.iter().map(|v| (v.tenant, v.fate)).collect();
+        fates.sort_unstable_by_key(|&(tenant, _)| tenant);
+        fates
+    };
+    assert_eq!(fates(&built), [(a, Fate::Recomputed), (b, Fate::Swapped)]);
+    assert_eq!((fates(&dry), &dry.0.host_full), (fates(&built), &built.0.host_full));
+    assert_eq!((&built.0.host_full[..], built.0.shortfall), (&[org][..], 0));
+    commit(&pool, &built);
+    assert_eq!((held(&pool, Tier::Host, a), held(&pool, Tier::Host, b)), (3, 3));
+    [&first, &second, &other].into_iter().for_each(|s| close(s));
+    empty(&pool);
+}
+
+/// Lowered below use it breaks nobody: what is there comes back or ends, nothing more goes there until use is below.
+#[test]
+fn a_limit_of_the_host_tier_lowered_below_use() {
+    let pool = host_pool(spec(&[(Full, 1)]), 40, 40);
+    let t = tenant(&pool, ROOT, "t", &host_limit(6));
+    let mine = batch(&pool, 8, 64);
+    let [one, two, three] =
+        [0, 100, 200].map(|first| computed(&pool, &mine, t, first..first + if first == 0 { 13 } else { 5 }));
+    let fate = |sequence| {
+        let plan = pool.suspend(sequence, Wish::Swap, None, TTL, true).expect("it runs").0;
+        (plan.victims[0].fate, plan.host_full)
+    };
+    for sequence in [&one, &two] {
+        assert_eq!(fate(sequence), (Fate::Swapped, vec![]));
+        commit(&pool, &suspend(&pool, sequence, Wish::Swap));
+    }
+    assert_eq!(fate(&three), (Fate::Recomputed, vec![t]), "six pages are there");
+    // A plan that was built before is carried out, and one that is given up changes nothing.
+    let back = pool.resume(&two, TTL, false).expect("there is room");
+    pool.ledger().set_policy(t, &host_limit(1)).expect("a limit may lie below use");
+    green(&pool);
+    commit(&pool, &back);
+    assert_eq!(held(&pool, Tier::Host, t), 4);
+    assert_eq!((fate(&two), fate(&three)), ((Fate::Recomputed, vec![t]), (Fate::Recomputed, vec![t])));
+    let back = pool.resume(&one, TTL, false).expect("there is room");
+    pool.abort_plan(&back.0).expect("open");
+    green(&pool);
+    assert_eq!((held(&pool, Tier::Host, t), one.state()), (4, Ok(State::Suspended(Mode::Swap))));
+    commit(&pool, &pool.resume(&one, TTL, false).expect("there is room"));
+    assert_eq!(held(&pool, Tier::Host, t), 0);
+    assert_eq!(fate(&one).0, Fate::Recomputed, "four pages against one");
+    pool.ledger().set_policy(t, &Policy::default()).expect("no limit");
+    assert_eq!(fate(&one), (Fate::Swapped, vec![]));
+    [&one, &two, &three].into_iter().for_each(|s| close(s));
+    empty(&pool);
+}
+
+/// What a dry run says of several victims is what they get: each counts what those before it would take of the host tier.
+#[test]
+fn a_dry_run_fills_the_host_tier_as_the_plan_does() {
+    for (host, limit) in [(40, Some(2)), (1, None)] {
+        let pool = host_pool(spec(&[(Full, 1)]), 40, host);
+        let policy = Policy { limit: [None, limit.map(Units)], ..Policy::default() };
+        let t = tenant(&pool, ROOT, "t", &policy);
+        let mine = batch(&pool, 16, 64);
+        let room = limit.unwrap_or_else(|| pool.ledger().capacity(Tier::Host).0) as usize;
+        let sequences = crowd(&pool, &mine, &[(t, 8)]);
+        let from = From { batches: &[&mine], sessions: &[], who: For::Anybody };
+        let ask = |dry| pool.preempt(t, pool.bytes(7), from, Wish::Swap, TTL, dry).expect("sound");
+        let (dry, built) = (ask(true), ask(false));
+        assert_eq!(built.0.victims[..], dry_rows(&dry.0.victims, &built.0.victims));
+        assert_eq!((&dry.0.rungs, &dry.0.host_full), (&built.0.rungs, &built.0.host_full));
+        assert_eq!(built.0.victims.iter().filter(|v| v.fate == Fate::Swapped).count(), room);
+        assert_eq!(built.0.host_full, [if limit.is_some() { t } else { ROOT }]);
+        commit(&pool, &built);
+        sequences.iter().flatten().for_each(|s| close(s));
+        drop(mine);
+        empty(&pool);
+    }
+}
+
+/// Who can neither be swapped, for the limit, nor computed again keeps its row, and the plan says why it is short.
+#[test]
+fn whoever_can_not_leave_keeps_its_row() {
+    let pool = host_pool(spec(&[(Full, 1)]), 40, 40);
+    let t = tenant(&pool, ROOT, "t", &host_limit(0));
+    let mine = batch(&pool, 8, 64);
+    let sequences = crowd(&pool, &mine, &[(t, 3)]).remove(0);
+    // What is sampled now nobody tells.
+    for counts in [[0, 0, 1], [0, 0, 1]] {
+        mine.step(Some(&counts), None, |_| ()).expect("nobody else uses it");
+    }
+    (0..2).for_each(|_| mine.commit(None).expect("a step waits"));
+    let from = From { batches: &[&mine], sessions: &[], who: For::Anybody };
+    let ask = |dry| pool.preempt(t, pool.bytes(9), from, Wish::Swap, TTL, dry).expect("sound");
+    let (dry, built) = (ask(true), ask(false));
+    // The oldest is spared.
+    assert_eq!(numbers(&built.1), [sequences[1].number()]);
+    assert_eq!((numbers(&dry.1), dry.0.shortfall), (numbers(&built.1), built.0.shortfall));
+    assert_eq!((built.0.shortfall, &built.0.host_full[..]), (pool.bytes(8), &[t][..]));
+    assert_eq!(mine.rows(), Ok(2), "one row was taken");
+    assert!(mine.sequences().expect("free").iter().any(|s| Arc::ptr_eq(s, &sequences[2])));
+    let stays = pool.suspend(&sequences[2], Wish::Swap, Some(&mine), TTL, false).map(drop);
+    assert!(matches!(stays, Err(Error::Refused(_))), "{stays:?}");
+    assert_eq!((mine.rows(), sequences[2].state()), (Ok(2), Ok(State::Running)));
+    commit(&pool, &built);
+    sequences.iter().for_each(|s| close(s));
+    drop(mine);
+    empty(&pool);
+}
+
 #[test]
 fn no_room_to_come_back() {
     for admit in [false, true] {

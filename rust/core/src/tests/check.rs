@@ -22,6 +22,7 @@ impl World {
             .map(|&t| self.pool.ledger().usage(Tier::Device, t))
             .map(|u| (u.subtree.0, u.claim.0))
             .collect();
+        self.before_host = levels.iter().map(|&t| self.pool.ledger().charged(Tier::Host, t).0).collect();
         self.policy_changed = false;
     }
 
@@ -132,6 +133,11 @@ impl World {
             let limit = usage.limit.unwrap_or(ledger.capacity(Tier::Device)).0;
             assert!(usage.subtree.0 <= limit.max(charged), "{level}: {usage:?}");
             assert!(self.policy_changed || usage.claim.0 <= limit.max(claim), "{level}: {usage:?}");
+        }
+        for (&level, &charged) in levels.iter().zip(&self.before_host) {
+            let usage = ledger.usage(Tier::Host, level);
+            let limit = usage.limit.unwrap_or(ledger.capacity(Tier::Host)).0;
+            assert!(usage.subtree.0 <= limit.max(charged), "{level}: {usage:?}");
         }
         let capacity = ledger.capacity(Tier::Device).0;
         assert!(self.claim(ROOT) <= capacity && self.charged(ROOT) <= capacity);

@@ -173,7 +173,8 @@ fn run(world: &mut World, Op { what, a, b, c, d }: Op) {
         (What::AbortPlan, _) => world.abort(x),
         (What::Policy, _) => {
             let limit = (b % 2 == 0).then_some(u32::from(b) % 24);
-            world.set_policy(x, u32::from(c) % 9, limit, 1 + u32::from(d % 4), d);
+            let host = (d / 16 % 2 == 0).then_some(u32::from(d) / 32 * 2);
+            world.set_policy(x, u32::from(c) % 9, [limit, host], 1 + u32::from(d % 4), d);
         }
         (What::Reset, _) => world.reset(),
         (What::Allocate, _) => world.allocate(x, y, z % 9),

@@ -13,7 +13,7 @@ use crate::{
     index::page_before,
     ledger::Policy,
     sequence::State,
-    word::{GroupId, PageId, PageRef, TenantId, Tier, Units},
+    word::{GroupId, PageId, PageRef, TIERS, TenantId, Tier, Units},
 };
 
 impl World {
@@ -47,7 +47,7 @@ impl World {
         &mut self,
         tenant: usize,
         reserve: u32,
-        limit: Option<u32>,
+        limits: [Option<u32>; TIERS],
         weight: u32,
         publish: u8,
     ) {
@@ -62,7 +62,7 @@ impl World {
         };
         let policy = Policy {
             reserve: [Units(reserve * units), Units(0)],
-            limit: [limit.map(|n| Units(n * units)), None],
+            limit: limits.map(|limit| limit.map(|n| Units(n * units))),
             weight,
             pin_budget: Units(weight * 8),
             publish,

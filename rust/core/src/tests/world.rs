@@ -110,8 +110,9 @@ pub(super) struct World {
     pub(super) unknown: u32,
     pub(super) resets: u64,
     pub(super) single_size: bool,
-    /// Charged units of each subtree, and claims, before the operation.
+    /// Charged units of each subtree, and claims, before the operation; the former also of the host tier.
     pub(super) before: Vec<(u32, u32)>,
+    pub(super) before_host: Vec<u32>,
     pub(super) policy_changed: bool,
 }
 
@@ -153,6 +154,7 @@ impl World {
             resets: 0,
             single_size: spec.sizes().len() == 1,
             before: vec![(0, 0); 5],
+            before_host: vec![0; 5],
             policy_changed: false,
             spec,
             pool,

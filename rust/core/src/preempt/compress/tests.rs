@@ -12,7 +12,7 @@ use crate::{
         PAGE, batch, empty, green, held, host_pool, plain_tenant, run, running, small_spec, spec, table,
         tenant,
     },
-    word::Tier,
+    word::{Tier, Units},
 };
 
 const G: GroupId = GroupId(0);
@@ -92,7 +92,7 @@ fn only_who_pays_can_allow_it() {
 #[test]
 fn what_others_hold_pins_keep_or_windows_drop_is_let_be() {
     let pool = host_pool(small_spec(&[(Full, 2), (Window { tokens: 6 }, 2)]), 60, 0);
-    let allowed = Policy { compress: true, pin_budget: crate::word::Units(1000), ..Policy::default() };
+    let allowed = Policy { compress: true, pin_budget: Units(1000), ..Policy::default() };
     let (t, rows) = (tenant(&pool, ROOT, "t", &allowed), batch(&pool, 3, 64));
     let sequence = running(&pool, &rows, t, 0, 4 * PAGE + 1);
     let twin = running(&pool, &rows, t, 0, 2 * PAGE + 1);
@@ -214,6 +214,30 @@ fn the_ladder_compresses_where_the_host_tier_is_full_and_it_is_allowed() {
         assert_eq!(plan.shortfall, 0);
         pool.commit_plan(&plan).expect("open");
         green(&pool);
+    }
+}
+
+/// Below one level somebody is at a limit of the host tier: its pages are compressed, and the other one's are not.
+#[test]
+fn the_ladder_compresses_for_those_at_their_limit_of_the_host_tier() {
+    for allowed in [true, false] {
+        let pool = host_pool(small_spec(&[(Full, 2)]), 60, 60);
+        let at_limit = Policy { compress: allowed, limit: [None, Some(Units(0))], ..Policy::default() };
+        let (a, b) = (tenant(&pool, ROOT, "a", &at_limit), allows(&pool, "b"));
+        let rows = batch(&pool, 6, 64);
+        let [mine, others] = [(a, 0), (b, 100)]
+            .map(|(t, first)| [0, 1000].map(|more| running(&pool, &rows, t, first + more, 4 * PAGE + 1)));
+        let live = Live::Preempt(From { batches: &[&rows], sessions: &[], who: For::Anybody }, Wish::Auto);
+        let (plan, stopped) = pool.reclaim(ROOT, 3 * 256, live, TTL, false).expect("the root");
+        assert_eq!((plan.rungs.compress > 0, stopped.is_empty(), plan.shortfall), (allowed, allowed, 0));
+        assert!(plan.moves.iter().all(|m| m.payer == if allowed { a } else { m.payer }));
+        assert_eq!(plan.host_full.is_empty(), !allowed && stopped[0].tenant() == b);
+        pool.commit_plan(&plan).expect("open");
+        green(&pool);
+        let small = |sequences: &[Arc<Sequence>]| {
+            sequences.iter().flat_map(|s| table(s)).filter(|&frame| frame < 0).count()
+        };
+        assert_eq!((small(&mine) > 0, small(&others)), (allowed, 0));
     }
 }
 
