@@ -206,9 +206,9 @@ def test_policies(pool, policy):
         pool.tenant("a").set(**policy)
     # Nothing by half: a bad part spoils the good ones.
     with unchanged(pool), refused():
-        pool.tenant("a").set(**{"reserve": PAGE, "limit": 9 * PAGE, **policy})
+        pool.tenant("a").set(**{"reserve": PAGE, "limit": 9 * PAGE, "host_limit": PAGE, **policy})
     assert len(pool.tenants()) == tenants
-    assert pool.tenant("a").reserve == 0
+    assert (pool.tenant("a").reserve, pool.tenant("a").host_limit) == (0, None)
 
 
 def test_tenants_cannot_move(pool):

@@ -354,9 +354,9 @@ SIZES += ["inf", "-1GiB", "1e9", "0x10", "12Gib", "12gb ", b"1GiB", [1], "1,5GiB
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: repr(size)[:20])
-@pytest.mark.parametrize("what", ["reserve", "limit", "pin_budget", "publish"])
+@pytest.mark.parametrize("what", ["reserve", "limit", "host_limit", "pin_budget", "publish"])
 def test_i49_sizes_are_read_or_refused(what, size):
-    if what in ("limit", "publish") and size is None:
+    if what in ("limit", "host_limit", "publish") and size is None:
         return  # no bound
     pool = make_pool(10)
     pool.tenant("org")
@@ -371,6 +371,7 @@ def test_i49_sizes_are_read_or_refused(what, size):
         assert isinstance(refused.value, ValueError)
         assert len(str(refused.value)) < 400
     assert (tenant.reserve, tenant.limit, tenant.pin_budget, tenant.publish) == (0, None, 0, {})
+    assert tenant.host_limit is None
     assert "new" not in [t.name for t in pool.tenants()]
 
 

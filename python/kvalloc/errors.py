@@ -65,6 +65,8 @@ class OutOfPages(KvallocError, MemoryError):  # noqa: N818 - named for what it i
         Who asked.
     level : str or None
         The tenant whose limit is in the way; None: the pool itself.
+    tier : {"device", "host"}
+        Where there is no room; on the host a limit is a ``host_limit``.
     """
 
     asked: int = 0
@@ -72,6 +74,7 @@ class OutOfPages(KvallocError, MemoryError):  # noqa: N818 - named for what it i
     why: str = ""
     tenant: str = ""
     level: str | None = None
+    tier: str = "device"
 
 
 class OutOfMemory(KvallocError, MemoryError):  # noqa: N818 - named for what it is

@@ -122,7 +122,7 @@ def unchanged(pool: kvalloc.Pool) -> Iterator[None]:
 
     def figures():
         # Not `charged` and `claim`: what lies in stock between the ledger and its users comes and goes.
-        parts = ("held", "cached", "pinned", "promised", "reserve", "limit")
+        parts = ("held", "cached", "pinned", "promised", "reserve", "limit", "host_held", "host_limit")
         usage = [(t.name, *(getattr(t.usage(), part) for part in parts)) for t in pool.tenants()]
         return pool.free, pool.held, pool.cached, pool.pinned, pool.promised, usage
 

@@ -5,7 +5,7 @@ use kvalloc_core::{
     ledger::ROOT,
     plan::Fault,
     pool::Pool,
-    word::TenantId,
+    word::{TenantId, Tier},
 };
 use pyo3::{PyTypeInfo, prelude::*};
 
@@ -36,6 +36,13 @@ pub(crate) fn name_of(pool: &Pool, tenant: TenantId) -> String {
     }
 }
 
+pub(crate) fn tier_name(tier: Tier) -> &'static str {
+    match tier {
+        Tier::Device => "device",
+        Tier::Host => "host",
+    }
+}
+
 pub(crate) fn why(why: Why) -> &'static str {
     match why {
         Why::Limit => "limit",
@@ -52,6 +59,20 @@ pub(crate) fn why(why: Why) -> &'static str {
 pub(crate) fn sentence(pool: &Pool, refusal: &Refusal) -> String {
     let [asked, room] = sizes([refusal.asked, refusal.room]);
     let (tenant, level) = (name_of(pool, refusal.tenant), name_of(pool, refusal.level));
+    if refusal.tier == Tier::Host {
+        let what = format!("{tenant} asked for {asked} of the host tier");
+        return match refusal.why {
+            Why::Limit => format!(
+                "{what}, and the host_limit of {level} leaves {room}: wait until its pages there come back, or raise it"
+            ),
+            Why::Fragmented => format!(
+                "{what}; {room} are free there, but in extents that serve pages of another size: wait until those are empty"
+            ),
+            _ => format!(
+                "{what}, which has {room} left: wait until pages there come back, or give the pool more host_bytes"
+            ),
+        };
+    }
     match refusal.why {
         Why::Limit => format!(
             "{tenant} asked for {asked}, and the limit of {level} leaves {room}: \
@@ -103,6 +124,7 @@ fn set_refusal(pool: &Pool, refusal: &Refusal, value: &Bound<'_, PyAny>) -> PyRe
     value.setattr("room", refusal.room)?;
     value.setattr("why", why(refusal.why))?;
     value.setattr("tenant", name_of(pool, refusal.tenant))?;
+    value.setattr("tier", tier_name(refusal.tier))?;
     let level = (refusal.level != ROOT).then(|| name_of(pool, refusal.level));
     value.setattr("level", level)
 }

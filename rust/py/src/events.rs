@@ -3,14 +3,13 @@
 use kvalloc_core::{
     event::{Drained, Event, Record},
     pool::Pool as Core,
-    word::Tier,
 };
 use pyo3::{
     prelude::*,
     types::{PyDict, PyIterator, PyTuple},
 };
 
-use crate::errors::name_of;
+use crate::errors::{name_of, tier_name};
 
 /// Events since the last call: a sequence of dicts, and how many were lost on the way.
 ///
@@ -33,10 +32,6 @@ impl Events {
 fn as_dict(py: Python<'_>, core: &Core, record: &Record) -> PyResult<Py<PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("sequence", record.sequence)?;
-    let tier = |tier: Tier| match tier {
-        Tier::Device => "device",
-        Tier::Host => "host",
-    };
     match record.event {
         Event::Stored { key, parent, page, group, tenant, tokens, tier: at } => {
             dict.set_item("type", "stored")?;
@@ -46,14 +41,14 @@ fn as_dict(py: Python<'_>, core: &Core, record: &Record) -> PyResult<Py<PyDict>>
             dict.set_item("group", group.0)?;
             dict.set_item("scope", name_of(core, tenant))?;
             dict.set_item("tokens", tokens)?;
-            dict.set_item("tier", tier(at))?;
+            dict.set_item("tier", tier_name(at))?;
         }
         Event::Removed { key, group, tenant, tier: at } => {
             dict.set_item("type", "removed")?;
             dict.set_item("key", key)?;
             dict.set_item("group", group.0)?;
             dict.set_item("scope", name_of(core, tenant))?;
-            dict.set_item("tier", tier(at))?;
+            dict.set_item("tier", tier_name(at))?;
         }
         Event::Cleared => dict.set_item("type", "cleared")?,
     }

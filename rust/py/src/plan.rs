@@ -264,6 +264,13 @@ impl Plan {
         self.core.shortfall
     }
 
+    /// list of (str or None) : Where the host tier had no place for what would have gone there, so that something else was done, or
+    /// is missing: tenants whose ``host_limit`` was in the way; None among them: the tier itself, full or not there.
+    #[getter]
+    fn host_full(&self) -> Vec<Option<String>> {
+        self.core.host_full.iter().map(|&level| (level != ROOT).then(|| self.name(level))).collect()
+    }
+
     /// int : Bytes of extents that it empties, for pages of another size.
     #[getter]
     fn emptied(&self) -> u64 {

@@ -193,6 +193,10 @@ impl Pool {
     /// limit : int, str or None, optional
     ///     The most bytes charged to the subtree; None: the pool's capacity. Rounded down. Lowering it below use breaks nobody:
     ///     new allocation is refused.
+    /// host_limit : int, str or None, optional
+    ///     The same for the host tier: the most bytes there charged to the subtree; None: the whole tier. Where it is reached the
+    ///     tenant's sequences are not swapped or offloaded any more: what takes memory back goes on with its next step, as where
+    ///     the tier is full. Lowered below use, what is there comes back or ends as ever. Default None.
     /// weight : int, optional
     ///     1 to 65,536. Twice the weight: twice as much above the reserve before it gives back first. Default 1.
     /// priority : int, optional
@@ -239,9 +243,9 @@ impl Pool {
     /// >>> acme.weight, acme.reserve, acme.publish
     /// (3, 16777216, {'org': 8388608})
     #[pyo3(signature = (
-        name, *, reserve = Given(None), limit = Given(None), weight = Given(None), priority = Given(None),
-        parent = Given(None), publish = Given(None), pin_budget = Given(None), lend = Given(None),
-        compress = Given(None), cut = Given(None)
+        name, *, reserve = Given(None), limit = Given(None), host_limit = Given(None), weight = Given(None),
+        priority = Given(None), parent = Given(None), publish = Given(None), pin_budget = Given(None),
+        lend = Given(None), compress = Given(None), cut = Given(None)
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
     fn tenant(
@@ -249,6 +253,7 @@ impl Pool {
         #[pyo3(from_py_with = args::text)] name: String,
         reserve: Given<'_>,
         limit: Given<'_>,
+        host_limit: Given<'_>,
         weight: Given<'_>,
         priority: Given<'_>,
         parent: Given<'_>,
@@ -259,8 +264,19 @@ impl Pool {
         cut: Given<'_>,
     ) -> PyResult<Tenant> {
         let owner = self.live().map(|_| &self.owner)?;
-        let changes =
-            Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend, compress, cut };
+        let changes = Changes {
+            reserve,
+            limit,
+            host_limit,
+            weight,
+            priority,
+            parent,
+            publish,
+            pin_budget,
+            lend,
+            compress,
+            cut,
+        };
         tenant::create(owner, &name, &changes)
     }
 

@@ -131,8 +131,9 @@ impl Pool {
     ///     One that runs.
     /// mode : {"auto", "swap", "recompute"}, optional
     ///     "swap": its private pages go to the host tier. "recompute": its pages are let go, and its tokens, sampled ones included,
-    ///     are a prompt again when it comes back. "auto": what restores sooner. Where the host tier is full, or there is none,
-    ///     recompute is the answer in any case; tokens that the pool was never told can only be swapped.
+    ///     are a prompt again when it comes back. "auto": what restores sooner. Where the host tier is full, or there is none, or
+    ///     the tenant has reached its ``host_limit``, recompute is the answer in any case (``plan.host_full``); tokens that the
+    ///     pool was never told can only be swapped.
     /// batch : Batch, optional
     ///     The batch whose row it may be taken out of, as `Batch.remove` does (``plan.victims[0].row``, ``moved_row``). Steps that
     ///     are not committed are forgotten for it. Without it a sequence that stands in a batch is refused.
@@ -150,7 +151,8 @@ impl Pool {
     /// Raises
     /// ------
     /// OutOfPages
-    ///     It can only be swapped, and the host tier has no room. It runs on, out of its row.
+    ///     It can only be swapped, and the host tier has no room. It runs on, and keeps its row unless that room turned out to
+    ///     lie in pieces.
     /// InvalidArgument
     ///     It does not run, or stands in another batch.
     /// SequenceBusy, ClosedError, WrongPool
@@ -250,7 +252,7 @@ impl Pool {
     /// Raises
     /// ------
     /// OutOfPages
-    ///     The host tier has no room: everything stays on the device as it was.
+    ///     The host tier has no room, or a ``host_limit`` is reached: ``level`` says whose. Everything stays on the device as it was.
     /// InvalidArgument
     ///     It does not run, or stands in a batch.
     /// SequenceBusy, ClosedError, WrongPool

@@ -21,7 +21,8 @@ use crate::{
 
 /// A node of the tenant tree. Made by `Pool.tenant`.
 ///
-/// Handles of one tenant are equal, and may be used from any number of threads. All sizes are bytes on the device.
+/// Handles of one tenant are equal, and may be used from any number of threads. All sizes are bytes on the device, but for those
+/// that begin with ``host``.
 ///
 /// Examples
 /// --------
@@ -60,6 +61,7 @@ impl std::hash::Hash for Tenant {
 pub(crate) struct Changes<'py> {
     pub(crate) reserve: Given<'py>,
     pub(crate) limit: Given<'py>,
+    pub(crate) host_limit: Given<'py>,
     pub(crate) weight: Given<'py>,
     pub(crate) priority: Given<'py>,
     pub(crate) parent: Given<'py>,
@@ -89,12 +91,15 @@ fn units(core: &Core, value: &Bound<'_, PyAny>, name: &str, up: bool) -> PyResul
 /// Change what is given.
 fn apply(owner: &Owner, policy: &mut Policy, changes: &Changes<'_>) -> PyResult<()> {
     let core = &owner.core;
-    let device = Tier::Device.as_usize();
+    let [device, host] = Tier::ALL.map(Tier::as_usize);
     if let Given(Some(value)) = &changes.reserve {
         policy.reserve[device] = units(core, value, "reserve", true)?;
     }
-    if let Given(Some(value)) = &changes.limit {
-        policy.limit[device] = if value.is_none() { None } else { Some(units(core, value, "limit", false)?) };
+    for (tier, name, given) in [(device, "limit", &changes.limit), (host, "host_limit", &changes.host_limit)]
+    {
+        if let Given(Some(value)) = given {
+            policy.limit[tier] = if value.is_none() { None } else { Some(units(core, value, name, false)?) };
+        }
     }
     if let Given(Some(value)) = &changes.weight {
         policy.weight = args::number(value, "weight", 1, 1 << 16)? as u32;
@@ -296,7 +301,14 @@ impl Tenant {
     #[getter]
     fn limit(&self) -> PyResult<Option<u64>> {
         let core = self.live()?;
-        Ok(self.policy()?.limit[0].map(|limit| core.bytes_of(limit)))
+        Ok(self.policy()?.limit[Tier::Device.as_usize()].map(|limit| core.bytes_of(limit)))
+    }
+
+    /// int or None : The most bytes of the host tier charged to its subtree; None: no limit but the tier.
+    #[getter]
+    fn host_limit(&self) -> PyResult<Option<u64>> {
+        let core = self.live()?;
+        Ok(self.policy()?.limit[Tier::Host.as_usize()].map(|limit| core.bytes_of(limit)))
     }
 
     /// int : 1 to 65,536; who has twice the weight keeps twice as much above the reserve before it gives back first.
@@ -372,7 +384,7 @@ impl Tenant {
     ///
     /// Parameters
     /// ----------
-    /// reserve, limit, weight, priority, publish, pin_budget, lend, compress, cut : optional
+    /// reserve, limit, host_limit, weight, priority, publish, pin_budget, lend, compress, cut : optional
     ///     As in `Pool.tenant`.
     /// parent : Tenant or str, optional
     ///     Only to check: a tenant can't move.
@@ -382,15 +394,16 @@ impl Tenant {
     /// TenantError
     ///     What can't be, see `Pool.tenant`: nothing is changed then.
     #[pyo3(signature = (
-        *, reserve = Given(None), limit = Given(None), weight = Given(None), priority = Given(None),
-        parent = Given(None), publish = Given(None), pin_budget = Given(None), lend = Given(None),
-        compress = Given(None), cut = Given(None)
+        *, reserve = Given(None), limit = Given(None), host_limit = Given(None), weight = Given(None),
+        priority = Given(None), parent = Given(None), publish = Given(None), pin_budget = Given(None),
+        lend = Given(None), compress = Given(None), cut = Given(None)
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a call")]
     fn set(
         &self,
         reserve: Given<'_>,
         limit: Given<'_>,
+        host_limit: Given<'_>,
         weight: Given<'_>,
         priority: Given<'_>,
         parent: Given<'_>,
@@ -401,8 +414,19 @@ impl Tenant {
         cut: Given<'_>,
     ) -> PyResult<()> {
         self.live()?;
-        let changes =
-            Changes { reserve, limit, weight, priority, parent, publish, pin_budget, lend, compress, cut };
+        let changes = Changes {
+            reserve,
+            limit,
+            host_limit,
+            weight,
+            priority,
+            parent,
+            publish,
+            pin_budget,
+            lend,
+            compress,
+            cut,
+        };
         change(&self.owner, self.id, &changes)
     }
 
@@ -411,21 +435,21 @@ impl Tenant {
     /// Parameters
     /// ----------
     /// subtree : bool, optional
-    ///     Add up the tenants below it as well, one after the other; ``claim``, ``reserve`` and ``limit`` stay its own.
+    ///     Add up the tenants below it as well, one after the other; ``claim``, ``reserve`` and the limits stay its own.
     ///
     /// Returns
     /// -------
     /// Usage
-    ///     ``held + cached + pinned + promised + stock = charged``, exactly.
+    ///     ``held + cached + pinned + promised + stock = charged``, exactly. What is said of the host tier was read after that.
     #[pyo3(signature = (*, subtree = false))]
     fn usage(&self, subtree: bool) -> PyResult<Usage> {
         let core = self.live()?;
         let ledger = core.ledger();
-        let usage = match subtree {
-            true => ledger.subtree_usage(Tier::Device, self.id),
-            false => ledger.usage(Tier::Device, self.id),
-        };
-        Ok(Usage::new(core, &usage))
+        let [device, host] = Tier::ALL.map(|tier| match subtree {
+            true => ledger.subtree_usage(tier, self.id),
+            false => ledger.usage(tier, self.id),
+        });
+        Ok(Usage::new(core, &device, &host))
     }
 
     /// What happened to this tenant so far.
@@ -466,7 +490,9 @@ impl Tenant {
     }
 }
 
-/// What a tenant has at one moment, in bytes of the device. Usages with equal figures are equal.
+/// What a tenant has at one moment, in bytes of the device; figures of the host tier begin with ``host``.
+///
+/// Usages with equal figures are equal.
 ///
 /// Attributes
 /// ----------
@@ -486,6 +512,11 @@ impl Tenant {
 ///     What is available to the subtree at once.
 /// limit : int or None
 ///     The most that is charged to the subtree.
+/// host_held, host_charged : int
+///     Pages in the host tier or on their way there; these, pages there that nobody needs any more and could not end yet, and
+///     what was charged there in advance.
+/// host_limit : int or None
+///     The most that is charged to the subtree of the host tier.
 #[pyclass(frozen, eq, hash, get_all, module = "kvalloc")]
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Usage {
@@ -498,10 +529,13 @@ pub(crate) struct Usage {
     claim: u64,
     reserve: u64,
     limit: Option<u64>,
+    host_held: u64,
+    host_charged: u64,
+    host_limit: Option<u64>,
 }
 
 impl Usage {
-    fn new(core: &Core, usage: &CoreUsage) -> Self {
+    fn new(core: &Core, usage: &CoreUsage, host: &CoreUsage) -> Self {
         let bytes = |units| core.bytes_of(units);
         Self {
             held: bytes(usage.held),
@@ -513,6 +547,9 @@ impl Usage {
             claim: bytes(usage.claim),
             reserve: bytes(usage.reserve),
             limit: usage.limit.map(bytes),
+            host_held: bytes(host.held),
+            host_charged: bytes(host.charged),
+            host_limit: host.limit.map(bytes),
         }
     }
 }
@@ -520,11 +557,14 @@ impl Usage {
 #[pymethods]
 impl Usage {
     fn __repr__(&self) -> String {
-        let Self { held, cached, pinned, promised, stock, charged, claim, reserve, limit } = self;
-        let limit = limit.map_or("None".to_owned(), |limit| limit.to_string());
+        let Self { held, cached, pinned, promised, stock, charged, claim, reserve, .. } = self;
+        let Self { host_held, host_charged, .. } = self;
+        let shown = |limit: Option<u64>| limit.map_or("None".to_owned(), |limit| limit.to_string());
+        let (limit, host_limit) = (shown(self.limit), shown(self.host_limit));
         format!(
             "Usage(held={held}, cached={cached}, pinned={pinned}, promised={promised}, stock={stock}, \
-             charged={charged}, claim={claim}, reserve={reserve}, limit={limit})"
+             charged={charged}, claim={claim}, reserve={reserve}, limit={limit}, host_held={host_held}, \
+             host_charged={host_charged}, host_limit={host_limit})"
         )
     }
 }
