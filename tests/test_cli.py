@@ -396,12 +396,13 @@ def test_refusals_in_the_summary_have_sizes_for_people(run, monkeypatch):
     assert " bytes" not in out
 
 
-@pytest.mark.parametrize("columns", [80, 100, 160])
-def test_the_summary_fits_the_terminal(run, monkeypatch, columns, tmp_path):
+@pytest.mark.parametrize("host", ["", 'host_limit = "123MiB"\n'], ids=["device", "host"])
+@pytest.mark.parametrize("columns", [80, 100, 107, 160])
+def test_the_summary_fits_the_terminal(run, monkeypatch, columns, host, tmp_path):
     path = tmp_path / "t.toml"
     path.write_text(
         "".join(
-            f'[tenants.{name}]\n{more}reserve = "2%"\nlimit = "50%"\n'
+            f'[tenants.{name}]\n{more}reserve = "2%"\nlimit = "50%"\n{host}'
             for name, more in (
                 ("night", ""),
                 ("team-of-rather-long-names", 'parent = "org"\n'),
@@ -419,12 +420,13 @@ def test_the_summary_fits_the_terminal(run, monkeypatch, columns, tmp_path):
     assert [name[: len(name) - len(name.lstrip())] for name in names] == ["", "", "  ", "    "]
     assert [name.split()[0][:16] for name in names] == ["night", "org", "team-of-rather-l", "deep"]
     assert "…" not in re.sub(r"^ *team-of-rather-l\S*…", "", out, flags=re.MULTILINE)  # no number is cut
-    if columns == 80:
-        assert re.search(r"^bounds  reserve \d\d.* MiB limit \d+ MiB each: night,", out, re.MULTILINE)
+    if columns == 80 or (host and columns == 100):
+        text = r" host limit \d+ MiB" if host else ""
+        assert re.search(rf"^bounds  reserve \d\d.* MiB limit \d+ MiB{text} each: night,", out, re.MULTILINE)
         for line in lines[6:]:  # numbers stay with their words
             assert line.startswith("        ") or line.split()[0] in LABELS
     else:
-        assert lines[1].split()[-2:] == ["reserve", "limit"]
+        assert re.search(r"reserve +limit +host limit$" if host else r"reserve +limit$", lines[1].rstrip())
 
 
 LABELS = {"bounds", "refused", "pool", "time", "ended", "audit", "warning"}
@@ -539,6 +541,22 @@ def test_plan_tells_a_person_what_to_write(run, words, message):
     assert "pool." not in err
 
 
+def test_a_host_limit_is_in_the_tables_and_the_rows_at_it_are_computed_again(run, tmp_path):
+    path, report = tmp_path / "t.toml", tmp_path / "r.html"
+    path.write_text('[tenants.a]\nhost_limit = 0\n[tenants.b]\nhost_limit = "25%"\n')
+    options = ("--tenants-file", str(path), "--limit-seconds", "30", "--device", "2GiB", "--host", "4GiB")
+    more = ("--policy", "swap", "--reclaim", "a=1GiB@10", "--json", "-", "--report", str(report))
+    code, out, _ = run("replay", *options, *more)
+    assert code == 0
+    result = json.loads(out)
+    rows = {row["name"]: row for row in result["tenants"]}
+    assert (rows["a"]["host_limit"], rows["a"]["host_held"]) == (0, 0)
+    assert rows["b"]["host_limit"] == pytest.approx(1 << 30, rel=0.01)
+    assert result["pressure"]["reclaims"][0]["host_full"] == ["a"]
+    assert result["pressure"]["victims"]["recomputed"] > 0
+    assert "<th>host limit</th>" in report.read_text()
+
+
 @pytest.mark.parametrize("live", ["preempt", "freeze"])
 def test_plan_reclaims_from_all_or_one(run, live):
     for words in (("pool",), ("chat",)):
@@ -547,6 +565,19 @@ def test_plan_reclaims_from_all_or_one(run, live):
         assert "100 MiB asked for (dry)" in out
         assert re.search(r"missing +\d", out)
         assert ("offload" in out) == (live == "preempt")
+
+
+def test_a_plan_tells_where_the_host_tier_had_no_room():
+    spec = kvalloc.KVSpec.uniform(layers=2, kv_heads=2, head_dim=64)
+    for host, limit, text in (("4MiB", 0, "host limit of acme"), (0, None, "all of it is in use")):
+        pool = kvalloc.Pool(spec, "4MiB", host)
+        batch, sequence = pool.batch(1, 512), pool.open(pool.tenant("acme", host_limit=limit), range(120))
+        batch.add(sequence)
+        batch.step()
+        batch.commit([1])
+        console = Console(file=io.StringIO(), width=110)
+        print_plan(pool.suspend(sequence, mode="swap", batch=batch, dry_run=True), pool, console)
+        assert re.search(rf"no room in the host tier +{text}$", console.file.getvalue(), re.MULTILINE)
 
 
 def test_a_plan_tells_tokens_that_are_computed_again_from_those_that_are_lost():

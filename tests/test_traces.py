@@ -396,7 +396,10 @@ def test_tenants_file(tmp_path):
         ("[tenants.a]\nlimit = '12GX'", "tenants.a.limit: "),
         ("[tenants.a]\nlimit = -1", "tenants.a.limit: "),
         ("[tenants.a]\nlimit = nan", "tenants.a.limit: "),
-        ("[tenants.a]\nlimit = '120%'", "tenants.a.limit: '120%' is more than the device"),
+        ("[tenants.a]\nlimit = '120%'", "tenants.a.limit: '120%' is more than 100%"),
+        ("[tenants.a]\nhost_limit = '120%'", "tenants.a.host_limit: '120%' is more than 100%"),
+        ("[tenants.a]\nhost_limit = '-1GiB'", "tenants.a.host_limit: "),
+        ("[tenants.a]\nhost_limt = '1GiB'", "tenants.a.host_limt: unknown key; did you mean 'host_limit'?"),
         ("[tenants.a]\nweight = 0", "tenants.a.weight: 0 is not a whole number from 1"),
         ("[tenants.a]\nweight = true", "tenants.a.weight: True is not"),
         ("[tenants.a]\npriority = 101", "tenants.a.priority: 101 is not"),
@@ -431,7 +434,7 @@ def test_a_missing_tenants_file_is_said(tmp_path):
 def test_sizes_may_be_a_share_of_the_device():
     assert parse_size("12.5%", 800) == 100
     assert parse_size("1KiB", 800) == 1024
-    with pytest.raises(ValueError, match="more than the device"):
+    with pytest.raises(ValueError, match="more than 100%"):
         parse_size("101%", 800)
 
 

@@ -155,7 +155,7 @@ def replay(
     tenants_file: Annotated[
         Path | None,
         typer.Option(
-            "--tenants-file", metavar="FILE", help="Tenants in TOML: reserve, limit, weight, scope tree."
+            "--tenants-file", metavar="FILE", help="Tenants in TOML: reserve, limits, weight, scope tree."
         ),
     ] = None,
     step_time: Annotated[

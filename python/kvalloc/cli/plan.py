@@ -139,6 +139,11 @@ def print_plan(plan: kvalloc.Plan, pool: kvalloc.Pool, console: Console) -> None
     for name, count in rows:
         if count or name == "missing":
             table.add_row(name, format_bytes(count))
+    if plan.host_full:
+        levels = [
+            "all of it is in use" if level is None else f"host limit of {level}" for level in plan.host_full
+        ]
+        table.add_row("no room in the host tier", ", ".join(levels))
     if len(plan.moves):
         table.add_row("pages moved", f"{len(plan.moves):,}")
     if plan.copy_seconds is not None and any(plan.copied):

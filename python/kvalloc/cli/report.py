@@ -146,16 +146,18 @@ def _cards_of(cards: Iterable[tuple[str, str]]) -> str:
 
 
 def _table(result: dict[str, Any]) -> str:
-    head = (
-        "tenant", "reserve", "limit", "weight", "requests", "finished", "refused", "prompt", "reply",
+    host = ["host limit"] if any(row["host_limit"] is not None for row in result["tenants"]) else []
+    head = [
+        "tenant", "reserve", "limit", *host, "weight", "requests", "finished", "refused", "prompt", "reply",
         "hit rate", "waste",
-    )  # fmt: skip
+    ]  # fmt: skip
     lines = []
     for row in result["tenants"]:
         refused = sum(row["refused"].values())
+        limits = [row["limit"], *([row["host_limit"]] if host else [])]
         cells = [
             format_bytes(row["reserve"]) if row["reserve"] else "",
-            "" if row["limit"] is None else format_bytes(row["limit"]),
+            *("" if limit is None else format_bytes(limit) for limit in limits),
             f"{row['weight']:g}" if row["weight"] else "",
         ]
         if row["requests"]:

@@ -20,6 +20,7 @@ __all__ = ["print_summary", "seconds", "short", "wrapped"]
 
 LABEL = 8  # columns of a line's name
 WIDE = 96  # columns from which reserve and limit stand in the table
+HOST = 11  # more, with a limit of the host tier
 
 
 def seconds(value: float) -> str:
@@ -69,8 +70,8 @@ def print_summary(result: dict[str, Any], console: Console) -> None:
     trace = str(settings.get("trace", "")).rsplit("/", 1)[-1]
     title = f"{trace} on {settings.get('model', '')}, {format_bytes(pool['capacity'])}"
     console.print(title, style="bold", highlight=False, markup=False)
-    bounds = any(row["reserve"] or row["limit"] is not None for row in result["tenants"])
-    wide = bounds and console.width >= WIDE
+    bounds = any(_bounds(row) for row in result["tenants"])
+    wide = bounds and console.width >= WIDE + (HOST if _has_host_limits(result) else 0)
     console.print(_table(result, wide, console.width), highlight=False)
     lines = []
     if bounds and not wide:
@@ -92,6 +93,8 @@ def _table(result: dict[str, Any], wide: bool, width: int) -> Table:
     columns = ["requests", "prompt", "reply", "hits", "wait P50", "P99", "refused", "waste"]
     bare = len(columns)
     columns += ["reserve", "limit"] if wide else []
+    host = wide and _has_host_limits(result)
+    columns += ["host limit"] if host else []
     parents = {row["parent"] for row in result["tenants"]}
     lines = []
     for row in result["tenants"]:
@@ -110,10 +113,10 @@ def _table(result: dict[str, Any], wide: bool, width: int) -> Table:
                 f"{refused:,}",
                 f"{row['waste']:.2%}" if served else "-",
             ]
-        limit = row["limit"]
         if wide:
             cells.append(format_bytes(row["reserve"]) if row["reserve"] else "")
-            cells.append("" if limit is None else format_bytes(limit))
+            limits = [row["limit"], *([row["host_limit"]] if host else [])]
+            cells += ["" if limit is None else format_bytes(limit) for limit in limits]
         lines.append(("  " * row["depth"] + row["name"], cells))
     # A long name gives way, not the numbers.
     numbers = sum(
@@ -130,8 +133,12 @@ def _table(result: dict[str, Any], wide: bool, width: int) -> Table:
     return table
 
 
+def _has_host_limits(result: dict[str, Any]) -> bool:
+    return any(row["host_limit"] is not None for row in result["tenants"])
+
+
 def _all_bounds(result: dict[str, Any]) -> list[str]:
-    """Return who has which reserve and limit, said once if it is the same for all."""
+    """Return who has which reserve and limits, said once if it is the same for all."""
     bounds = {row["name"]: text for row in result["tenants"] if (text := _bounds(row))}
     if len(bounds) > 1 and len(set(bounds.values())) == 1:
         first, *others = bounds
@@ -140,10 +147,10 @@ def _all_bounds(result: dict[str, Any]) -> list[str]:
 
 
 def _bounds(row: dict[str, Any]) -> str:
-    """Return a tenant's reserve and limit, "" if it has none."""
+    """Return a tenant's reserve and limits, "" if it has none."""
     parts = [f"reserve {format_bytes(row['reserve'])}"] if row["reserve"] else []
-    if row["limit"] is not None:
-        parts.append(f"limit {format_bytes(row['limit'])}")
+    limits = {"limit": row["limit"], "host limit": row["host_limit"]}
+    parts += [f"{name} {format_bytes(limit)}" for name, limit in limits.items() if limit is not None]
     return " ".join(parts)
 
 

@@ -29,20 +29,21 @@ The result is a dict of plain values, what ``kvalloc replay --json`` writes:
     free bytes). ``evictions``: cached pages that were taken back. ``stats``: the pool's own counters.
 ``tenants``
     A list, each tenant before those below it: ``name``, ``parent``, ``depth`` (0 at the top), ``reserve``,
-    ``limit`` (null: none), ``weight``, ``requests``, ``finished``, ``refused`` (kind to count, such as
-    ``{"never fits: limit of shop": 98, "never fits: pool": 2}``), ``refusals`` (the same with numbers:
-    ``what``, ``by``, ``requests``, the largest ``needed``, the least ``room``, their ``unit``, ``text``),
-    ``prompt_tokens``, ``cached_tokens``, ``generated_tokens``, ``hit_rate``, ``wait_s``, ``first_token_s``
-    and ``token_s`` (seconds a token behind the first, of each request that finished), each with ``mean``,
-    ``p50``, ``p99``, ``max``; ``stops`` (of running requests) and ``stall_s`` (seconds that each request was
-    stopped that ever was), ``waste``, ``held``, ``cached``, ``pinned``.
+    ``limit`` and ``host_limit`` (null: none), ``weight``, ``requests``, ``finished``, ``refused`` (kind to
+    count, such as ``{"never fits: limit of shop": 98, "never fits: pool": 2}``), ``refusals`` (the same with
+    numbers: ``what``, ``by``, ``requests``, the largest ``needed``, the least ``room``, their ``unit``,
+    ``text``), ``prompt_tokens``, ``cached_tokens``, ``generated_tokens``, ``hit_rate``, ``wait_s``,
+    ``first_token_s`` and ``token_s`` (seconds a token behind the first, of each request that finished), each
+    with ``mean``, ``p50``, ``p99``, ``max``; ``stops`` (of running requests) and ``stall_s`` (seconds that
+    each request was stopped that ever was), ``waste``, ``held``, ``cached``, ``pinned``, ``host_held``.
 ``pressure``
     ``policy`` ("reserve", or how rows are stopped), ``victims`` (what became of them, to count), ``stopped``
     at the end, ``swapped_bytes`` (both ways), ``stalled_s`` (seconds that requests were stopped, summed),
     ``expired`` (plans whose copies took too long: all was as before), ``give_backs`` (by lender: ``count``,
     ``rows`` that stopped, ``bytes``, ``seconds`` from asking to having), and ``reclaims``: for each one asked
     for its ``tenant``, ``at_s``, ``asked``, ``bytes`` that came back, ``rungs``, ``victims``, ``shortfall``,
-    ``shared`` and ``pinned`` bytes that stayed.
+    ``shared`` and ``pinned`` bytes that stayed, ``host_full`` (whose ``host_limit`` was in the way, null: the
+    host tier was full or is not there).
 ``audit``
     ``ok`` and ``problems``, what `Pool.audit` said at the end.
 ``series``
@@ -233,6 +234,7 @@ class Replay:
                 "shortfall": plan.shortfall,
                 "shared": plan.shared,
                 "pinned": plan.pinned,
+                "host_full": plan.host_full,
             }
         )
 
@@ -334,6 +336,7 @@ class Replay:
             "depth": depth,
             "reserve": tenant.reserve if tenant else 0,
             "limit": tenant.limit if tenant else None,
+            "host_limit": tenant.host_limit if tenant else None,
             "weight": tenant.weight if tenant else 0,
             "requests": counts.arrived,
             "finished": counts.finished,
@@ -363,6 +366,7 @@ class Replay:
             "held": tenant.held if tenant else 0,
             "cached": tenant.cached if tenant else 0,
             "pinned": tenant.pinned if tenant else 0,
+            "host_held": tenant.host_held if tenant else 0,
         }
 
 

@@ -2,8 +2,9 @@
 
 A file has a table for each tenant; every key may be left out::
 
-    [tenants.shop]                  # a node: its limit and reserve hold for all below it
+    [tenants.shop]                  # a node: its limits and reserve hold for all below it
     limit = "16GiB"
+    host_limit = "50%"              # of the host tier: what its rows that were swapped may fill
 
     [tenants.chat]
     parent = "shop"
@@ -49,6 +50,7 @@ __all__ = [
     "read_tenants",
 ]
 
+_SIZES = ("reserve", "limit", "host_limit")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 
@@ -57,7 +59,7 @@ class TenantsError(ValueError):
 
 
 def parse_size(size: int | str, device: int) -> int:
-    """Return bytes for what `kvalloc.sizes.parse_bytes` reads, and for "25%" of a device.
+    """Return bytes for what `kvalloc.sizes.parse_bytes` reads, and for "25%" of a device or host tier.
 
     Examples
     --------
@@ -67,7 +69,7 @@ def parse_size(size: int | str, device: int) -> int:
     """
     if isinstance(size, str) and (percent := _PERCENT.fullmatch(size)):
         if float(percent[1]) > 100:
-            raise ValueError(f"{size!r} is more than the device")
+            raise ValueError(f"{size!r} is more than 100%")
         return int(device * float(percent[1]) / 100)
     return parse_bytes(size)
 
@@ -80,6 +82,7 @@ class TenantPlan:
     parent: str | None = None
     reserve: int | str | None = None
     limit: int | str | None = None
+    host_limit: int | str | None = None
     weight: int | None = None
     priority: int | None = None
     lend: bool | None = None
@@ -193,7 +196,7 @@ def _plan(path: Path, name: str, table: Any) -> TenantPlan:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if key in ("parent", "share") and not isinstance(value, str):
             raise wrong(key, f"{value!r} is not a tenant's name in quotes")
-        if key in ("reserve", "limit"):
+        if key in _SIZES:
             try:
                 parse_size(value, device=1)
             except ValueError as error:
@@ -214,7 +217,7 @@ def _plan(path: Path, name: str, table: Any) -> TenantPlan:
 
 
 def create(pool: Pool, plans: list[TenantPlan]) -> dict[str, Tenant]:
-    """Create the tenants in a pool, parents first; sizes in per cent are of the pool's capacity.
+    """Create the tenants in a pool, parents first; sizes in per cent are of the tier's capacity.
 
     Raises
     ------
@@ -224,9 +227,10 @@ def create(pool: Pool, plans: list[TenantPlan]) -> dict[str, Tenant]:
     made: dict[str, Tenant] = {}
     for plan in plans:
         policy: dict[str, Any] = {}
-        for key in ("reserve", "limit"):
+        for key in _SIZES:
             if (value := getattr(plan, key)) is not None:
-                policy[key] = parse_size(value, device=pool.capacity)
+                whole = pool.host_bytes if key == "host_limit" else pool.capacity
+                policy[key] = parse_size(value, device=whole)
         for key in ("weight", "priority", "lend"):
             if (value := getattr(plan, key)) is not None:
                 policy[key] = value
@@ -237,7 +241,7 @@ def create(pool: Pool, plans: list[TenantPlan]) -> dict[str, Tenant]:
         try:
             made[plan.name] = pool.tenant(plan.name, **policy)
         except KvallocError as error:
-            asked = [f"{key} = {value!r}" for key in ("reserve", "limit") if (value := getattr(plan, key))]
+            asked = [f"{key} = {value!r}" for key in _SIZES if (value := getattr(plan, key))]
             pool_size = f"{format_bytes(pool.capacity)} of device"
             raise TenantsError(
                 f"tenants.{plan.name} ({', '.join([*asked, pool_size])}): {spell_bytes(str(error))}"
