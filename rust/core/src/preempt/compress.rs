@@ -172,9 +172,6 @@ impl Build<'_> {
                 });
                 // What is in use at this moment is passed by.
                 let has = has.ok().filter(|&n| n > 0)?;
-                if where_full && !self.finds_host_full(sequence.tenant()) {
-                    return None;
-                }
                 Some(((batch.is_some(), Reverse(has)), sequence))
             })
             .collect();
@@ -184,7 +181,7 @@ impl Build<'_> {
             let owner = sequence.tenant();
             let most = surplus.as_mut().map_or(u64::MAX, |surplus| surplus.of(owner));
             let wanted = most.min(bytes - back);
-            if wanted == 0 {
+            if wanted == 0 || where_full && !self.finds_host_full(owner) {
                 continue;
             }
             // In one go with its lock, for what is leased must not become something that is written to.

@@ -188,7 +188,6 @@ impl Build<'_> {
             let mut ask = Build::new(pool, self.lane, Plan::new(self.plan.kind, tenant, missing), true);
             let more = ask.stop_victims(tenant, missing, from, wish, &mut surplus.clone())?;
             if more < missing {
-                ask.plan.host_full.into_iter().for_each(|level| self.plan.tell_host_full(level));
                 return Ok(back + more);
             }
         }
