@@ -37,14 +37,13 @@
 //! | 4 | how many stand in them: new (0-31), proven (32-63); counted before a page is linked, until after it is taken |
 //! | 5 | the share of the new (0-23, of 2^24, XOR [`START_SHARE`]); ghosts made of new (24-43) and of proven pages (44-63), halved together |
 //! | 6 | ahead: the pages that were set aside and can leave now, the last one on top (`evict/queue.rs`); not counted in word 4 |
-//! | 7 | a hint, on which nothing but speed hangs: bit 0 the last hand that came in is there, the rest counts its moves and the hands before it |
 //!
 //! # Invariant
 //!
 //! A QUEUED page stands in one queue of its payer or ahead of them, or in the hand of one thread inside [`Orders::victims`],
 //! [`Orders::enqueue`] or [`Orders::relist`]. A thread that stops with some pages in its hand keeps these few from being evicted,
-//! and stops nobody: hits, releases and the other pages go on. A hand that finds another one in the order waits as long as that
-//! moves, up to a bound, then comes in beside it. Who gets a page from `victims` owns it LEAVING.
+//! and stops nobody: hits, releases and the other pages go on. Two hands in one order share its pages; who meets a page whose child the other has
+//! sets it aside. Who gets a page from `victims` owns it LEAVING.
 //!
 //! A cached page that is not QUEUED was set aside: it has a child in the index, or is LEASED, or the thread that has just changed
 //! that is about to put it back. Whoever sets a page aside, takes its last child away or ends its lease looks at both words
@@ -81,14 +80,6 @@ const STRIDE: usize = 8;
 const COUNTS: usize = 4;
 const SHARE: usize = 5;
 const AHEAD: usize = 6;
-const HAND: usize = 7;
-/// The hand that comes behind what the word says: inside, and like none before it.
-const fn next_hand(word: u64) -> u64 {
-    (word + 1) | 1
-}
-
-/// How often a hand looks at one that does not move, and at all.
-const PATIENCE: [u32; 2] = if cfg!(any(kvalloc_loom, kvalloc_shuttle)) { [0, 0] } else { [256, 65_536] };
 
 const ONE_SHARE: u64 = 1 << 24;
 /// A tenant starts close to least-recently-used: seven tenths for the new.
@@ -316,7 +307,6 @@ impl Orders {
         n: usize,
         mut out: impl FnMut(PageId, PageWord) -> Option<PageRef>,
     ) -> usize {
-        let mut inside = self.enter(tenant);
         let mut queued = self.queued(tenant);
         let mut search = Search::new(queued);
         let (mut taken, mut lost) = (0, Queued::default());
@@ -388,7 +378,6 @@ impl Orders {
                 self.word(tenant, COUNTS).minus(gone);
             }
             queued = self.queued(tenant);
-            inside = self.move_on(tenant, inside);
         }
         if let Some(parent) = orphaned {
             self.lose_child(pages, parent);
@@ -397,7 +386,6 @@ impl Orders {
             // Never refused: the closure always answers.
             let _ = self.word(tenant, SHARE).transit(|word| Some(count_lost(word, lost, queued.all())));
         }
-        self.leave(tenant, inside);
         taken
     }
 
@@ -443,39 +431,6 @@ impl Orders {
                 }
             }
         }
-    }
-
-    /// A hand comes into an order, behind the one that is there, unless that stands still or takes long. Two at once get along, but
-    /// take the end of a prompt out between them: who holds the page before it finds that a child keeps it, and has to set the
-    /// rest of the prompt aside, page by page.
-    fn enter(&self, tenant: TenantId) -> u64 {
-        let word = self.word(tenant, HAND);
-        let mut now = word.first();
-        let [mut patience, mut looks] = PATIENCE;
-        loop {
-            if now & 1 == 1 && patience > 0 && looks > 0 {
-                std::hint::spin_loop();
-                let before = std::mem::replace(&mut now, word.get());
-                patience = if now == before { patience - 1 } else { PATIENCE[0] };
-                looks -= 1;
-                continue;
-            }
-            let inside = next_hand(now);
-            match word.cas(now, inside) {
-                Ok(_) => return inside,
-                Err(found) => now = found,
-            }
-        }
-    }
-
-    /// It moves, as others can see, if nobody came in its place.
-    fn move_on(&self, tenant: TenantId, hand: u64) -> u64 {
-        self.word(tenant, HAND).cas(hand, hand + 2).map_or(hand, |_| hand + 2)
-    }
-
-    /// It goes, if nobody came in its place.
-    fn leave(&self, tenant: TenantId, hand: u64) {
-        let _ = self.word(tenant, HAND).cas(hand, hand + 1);
     }
 
     /// The half that has to give: the new ones if they are at or above their share. And how many pages may be taken from it,

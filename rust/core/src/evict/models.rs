@@ -127,34 +127,6 @@ fn two_hands_never_take_the_same_page() {
     });
 }
 
-/// Each is another hand than those before it, and when all are out none is said to be there: nor that of a thread that stopped,
-/// once another one has come in its place.
-#[test]
-fn hands_come_and_go() {
-    for stops in [false, true] {
-        model(move || {
-            let books = Books::cached(1);
-            let pass = |books: &Books| {
-                let hand = books.orders.enter(TENANT);
-                let moved = books.orders.move_on(TENANT, hand);
-                books.orders.leave(TENANT, moved);
-                hand
-            };
-            let stopped = stops.then(|| books.orders.enter(TENANT));
-            let other = Books::spawn(&books, pass);
-            let mine = pass(&books);
-            let theirs = other.join().expect("no panic");
-            assert_ne!(mine, theirs);
-            assert!(stopped.is_none_or(|stopped| stopped != mine && stopped != theirs));
-            assert_eq!(books.orders.word(TENANT, HAND).get() & 1, 0);
-            if let Some(stopped) = stopped {
-                books.orders.leave(TENANT, stopped);
-                assert_eq!(books.orders.word(TENANT, HAND).get() & 1, 0, "it goes on, and changes nothing");
-            }
-        });
-    }
-}
-
 #[test]
 fn a_release_beside_the_hand() {
     model(|| {
