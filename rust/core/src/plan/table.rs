@@ -8,9 +8,10 @@
 //! # Invariant
 //!
 //! - `next_deadline` is never later than the earliest deadline in the table.
-//! - A plan that came up as due gets no more time: whoever asks for it ends the plan.
-//! - A thread that stops while it commits a piece keeps the moves of that piece, and the end of that plan, and nothing else:
-//!   others take the rest, or the clock does.
+//! - A plan that came up as due gets no more time: whoever asks for it ends the plan. It comes up again until somebody has
+//!   begun to end it, so a thread that stops between the two leaves it to the next one.
+//! - A thread that stops while it commits a piece, or gives up what is left, keeps the moves that it has taken, and the end of
+//!   that plan, and nothing else: others take the rest, or the clock does.
 
 #[cfg(all(test, any(kvalloc_loom, kvalloc_shuttle)))]
 mod models;
@@ -118,9 +119,18 @@ pub(crate) struct Plans {
     stamp: u64,
 }
 
+/// A plan in the table.
+#[derive(Debug)]
+struct Row {
+    deadline: u64,
+    /// It came up as due.
+    due: bool,
+    entry: Entry,
+}
+
 #[derive(Debug, Default)]
 struct Table {
-    open: BTreeMap<PlanId, (u64, Entry)>,
+    open: BTreeMap<PlanId, Row>,
     by_deadline: BTreeSet<(u64, PlanId)>,
     ended: VecDeque<(PlanId, State)>,
     /// Extents that drain on behind their plan's end, and until when.
@@ -179,7 +189,7 @@ impl Plans {
         if self.left_over.get() == 0 || self.left_over.exchange(0) == 0 {
             return;
         }
-        let over = |(&id, (_, entry)): (&PlanId, &(u64, Entry))| Some((id, entry.over()?));
+        let over = |(&id, row): (&PlanId, &Row)| Some((id, row.entry.over()?));
         let over: Vec<_> = table.open.iter().filter_map(over).collect();
         over.into_iter().for_each(|(id, state)| table.end(id, state));
         self.show_deadline(table);
@@ -195,7 +205,7 @@ impl Plans {
         let waits = endings.iter().any(|ending| ending.waits());
         let (word, endings) = (AtomicU64::new(0), Mutex::new(endings));
         let entry = Entry(Arc::new(Inner { plan, word, endings, waits }));
-        table.open.insert(id, (deadline, entry.clone()));
+        table.open.insert(id, Row { deadline, due: false, entry: entry.clone() });
         table.by_deadline.insert((deadline, id));
         self.show_deadline(&table);
         entry
@@ -203,22 +213,21 @@ impl Plans {
 
     /// A plan that has not ended.
     pub(super) fn get(&self, id: PlanId) -> Option<Entry> {
-        self.lock().open.get(&id).map(|(_, entry)| entry.clone())
+        self.lock().open.get(&id).map(|row| row.entry.clone())
     }
 
     /// The plans that have not ended, oldest first.
     pub(super) fn open(&self) -> Vec<Entry> {
-        self.lock().open.values().map(|(_, entry)| entry.clone()).collect()
+        self.lock().open.values().map(|row| row.entry.clone()).collect()
     }
 
     /// More time for a plan; `false`: it has ended, or somebody is at it because its time is over.
     pub(super) fn renew(&self, id: PlanId, deadline: u64) -> bool {
         let mut table = self.lock();
         let Table { open, by_deadline, .. } = &mut *table;
-        let Some((at, _)) = open.get_mut(&id).filter(|(at, _)| by_deadline.remove(&(*at, id))) else {
-            return false;
-        };
-        *at = deadline;
+        let Some(row) = open.get_mut(&id).filter(|row| !row.due) else { return false };
+        by_deadline.remove(&(row.deadline, id));
+        row.deadline = deadline;
         by_deadline.insert((deadline, id));
         self.show_deadline(&table);
         true
@@ -228,7 +237,7 @@ impl Plans {
         let table = self.lock();
         let ended = || table.ended.iter().rev().find(|(ended, _)| *ended == id).map(|&(_, state)| state);
         match table.open.get(&id) {
-            Some((_, entry)) => Ok(entry.word().state()),
+            Some(row) => Ok(row.entry.word().state()),
             None if id.0 == 0 || id.0 > table.made => Err(Fault::Unknown(id)),
             None => ended().ok_or(Fault::Forgotten(id)),
         }
@@ -256,20 +265,25 @@ impl Plans {
         self.lock().lingering.retain(|(_, at, extent)| *at != tier || !extents.contains(extent));
     }
 
-    /// The plans whose time has come, earliest first, and the extents that have drained for long enough; they don't come up
-    /// again. Those whose end waits for a lock come up only for who `may_wait`. Never waits itself.
+    /// The plans whose time has come and that nobody has begun to end, earliest first, and the extents that have drained for
+    /// long enough, which don't come up again. Plans whose end waits for a lock come up only for who `may_wait`. Never waits
+    /// itself.
     pub(super) fn due(&self, now_ms: u64, may_wait: bool) -> (Vec<Entry>, Vec<(Tier, ExtentId)>) {
         let Some(mut table) = try_lock(&self.table) else { return Default::default() };
         self.clean(&mut table);
         let mut due = Vec::new();
         let Table { open, by_deadline, .. } = &mut *table;
         by_deadline.retain(|&(at, id)| {
-            let entry = open.get(&id).map(|(_, entry)| entry);
-            let comes = at <= now_ms && entry.is_none_or(|entry| may_wait || !entry.0.waits);
-            if comes {
-                due.extend(entry.cloned());
+            if at > now_ms {
+                return true;
             }
-            !comes
+            // Whoever has decided how it ends brings it to its end.
+            let Some(row) = open.get_mut(&id).filter(|row| row.entry.left().is_some()) else { return false };
+            if may_wait || !row.entry.0.waits {
+                row.due = true;
+                due.push(row.entry.clone());
+            }
+            true
         });
         let mut drains = Vec::new();
         table.lingering.retain(|&(at, tier, extent)| {
@@ -295,7 +309,7 @@ impl Plans {
 
     /// Moves of open plans that nobody has taken: their destinations are allocated, and no page lies there.
     pub(crate) fn each_claimed(&self, mut f: impl FnMut(&Move)) {
-        for (_, entry) in self.lock().open.values() {
+        for Row { entry, .. } in self.lock().open.values() {
             // (Of what was taken and has not ended, an audit under load may count too much.)
             entry.plan().moves[entry.word().taken() as usize..].iter().for_each(&mut f);
         }
@@ -317,7 +331,7 @@ impl Plans {
 impl Table {
     /// A plan has ended, if it had not.
     fn end(&mut self, id: PlanId, state: State) {
-        let Some((deadline, _)) = self.open.remove(&id) else { return };
+        let Some(Row { deadline, .. }) = self.open.remove(&id) else { return };
         self.by_deadline.remove(&(deadline, id));
         self.ended.push_back((id, state));
         if self.ended.len() > REMEMBERED {

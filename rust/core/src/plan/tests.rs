@@ -274,6 +274,26 @@ fn nobody_who_allocates_ends_a_plan_that_waits() {
     world.end(&[State::Expired]);
 }
 
+/// A thread that has found what is over, and stops then, leaves it to the next one.
+#[test]
+fn whoever_stops_with_what_is_due_keeps_nothing() {
+    let world = World::new(10);
+    let pool = &world.pool;
+    let plan = world.build(10);
+    pool.advance(9).expect("a manual clock");
+    assert_eq!(pool.renew_plan(&plan, 10), Ok(19));
+    let (due, _) = pool.plans.due(19, false);
+    assert_eq!(due.len(), 1);
+    drop(due);
+    // It gets no more time.
+    assert!(!pool.plans.renew(plan.id, 100));
+    pool.advance(10).expect("a manual clock");
+    let pages = world.face.allocate(plan.moves[0].payer, GroupId(0), 10).expect("the destinations are back");
+    world.face.release(&pages).expect("they are held");
+    assert_eq!(pool.plan_state(&plan), Ok(State::Expired));
+    world.end(&[State::Expired]);
+}
+
 /// Nothing is begun in a closed pool; what was begun is ended either way.
 #[test]
 fn a_plan_can_be_ended_after_the_pool_is_closed() {
