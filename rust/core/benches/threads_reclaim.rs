@@ -179,7 +179,7 @@ fn press(pool: &Arc<Pool>, stop: &AtomicBool) -> Done {
             let _ = pool.commit_plan(&plan);
             done.topped_up += 1;
             pool.ledger()
-                .shift_reserve(kvalloc_core::word::Tier::Device, beta, -1_000_000)
+                .shift_reserve(kvalloc_core::word::Tier::Device, pool.ledger().now(beta), -1_000_000)
                 .expect("shrinking");
         }
         pool.reclaim_some(32);

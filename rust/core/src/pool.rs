@@ -40,6 +40,7 @@ use crate::{
     pins::Pins,
     plan::Plans,
     preempt::Turns,
+    reclaim::Freezes,
     spec::{ArenaLayout, GroupKind, Spec},
     stats::{Counter, Stats, TenantCounter},
     sync::{Atom, AtomicU32, AtomicU64, Words, pause},
@@ -123,9 +124,7 @@ pub struct Pool {
     closed: AtomicU32,
     /// Per lane a cache line: operations entered, operations left.
     pub(crate) ops: Words,
-    /// Per tenant: how many have frozen it; and all together.
-    pub(crate) frozen: Words,
-    pub(crate) any_frozen: AtomicU64,
+    pub(crate) freezes: Freezes,
     /// Per tenant: watermarks (reclaim.rs).
     pub(crate) marks: Words,
     /// Per tenant: sequences that are open, whether or not they hold pages.
@@ -272,8 +271,7 @@ impl Pool {
             turns: AtomicU64::new(0),
             closed: AtomicU32::new(0),
             ops: Words::zeroed(LANES * 8),
-            frozen: Words::zeroed(max_tenants as usize),
-            any_frozen: AtomicU64::new(0),
+            freezes: Freezes::new(max_tenants as usize),
             marks: Words::zeroed(max_tenants as usize),
             sequences: Words::zeroed(max_tenants as usize),
             arenas,

@@ -13,7 +13,10 @@
 //! missing. Cached pages are evicted when the plan is committed, not when it is built; what was hit by then stays, and is held.
 //!
 //! [`Live::Freeze`]: from the plan's building on no sequence of the tenant is opened, and those that run may grow to the
-//! length they were admitted for, until it is thawed ([`Pool::set_frozen`]), or the plan comes to nothing.
+//! length they were admitted for, until it is thawed ([`Pool::set_frozen`]), or the plan comes to nothing: `reclaim/freeze.rs`.
+//!
+//! A tenant may be removed while a plan for it is open. Its plan ends as before then, and does nothing to who gets the id
+//! ([`TenantRef`]).
 //!
 //! # Watermarks
 //!
@@ -31,6 +34,7 @@
 //!
 //! Callers: the binding.
 
+mod freeze;
 mod lend;
 
 #[cfg(all(test, not(any(kvalloc_loom, kvalloc_shuttle))))]
@@ -38,14 +42,16 @@ mod tests;
 
 use std::sync::Arc;
 
+pub(crate) use freeze::Freezes;
+
 use crate::{
-    error::{Error, Refusal, Why, sizes},
+    error::{Error, sizes},
     ledger::{LedgerError, ROOT},
     plan::{Ending, Fault, Kind, Plan},
     pool::{Pool, Scratch},
     preempt::{Build, Built, For, From, Wish},
     sync::Atom,
-    word::{Lane, TenantId, Tier, Units, plan::State},
+    word::{Lane, TenantId, TenantRef, Tier, Units, plan::State},
 };
 
 /// How live sequences go on.
@@ -67,26 +73,15 @@ const MARK: u64 = (1 << 31) - 1;
 /// Cached pages that go at the commit.
 #[derive(Debug)]
 struct Evicting {
-    level: TenantId,
+    level: TenantRef,
     units: u32,
 }
 
 impl Ending for Evicting {
     fn settle(&mut self, pool: &Pool, state: State) {
-        if state == State::Committed {
-            pool.evict_units(pool.next_lane(), self.level, self.level, self.units);
-        }
-    }
-}
-
-/// A tenant that was frozen for a plan.
-#[derive(Debug)]
-struct Freezing(TenantId);
-
-impl Ending for Freezing {
-    fn settle(&mut self, pool: &Pool, state: State) {
-        if state != State::Committed {
-            pool.thaw_one(self.0);
+        let TenantRef { id, .. } = self.level;
+        if state == State::Committed && pool.ledger.is_same(self.level) {
+            pool.evict_units(pool.next_lane(), id, id, self.units);
         }
     }
 }
@@ -94,7 +89,7 @@ impl Ending for Freezing {
 /// A reserve that has grown, or is to grow once others have left.
 #[derive(Debug)]
 struct Raising {
-    tenant: TenantId,
+    tenant: TenantRef,
     units: u32,
     done: bool,
 }
@@ -138,13 +133,12 @@ impl Pool {
             let free = bytes.div_ceil(unit).min(u64::from(usage.cached.0)) as u32;
             build.plan.rungs.free = self.bytes(free);
             if free > 0 {
-                build.endings.push(Box::new(Evicting { level: tenant, units: free }));
+                build.endings.push(Box::new(Evicting { level: self.ledger.now(tenant), units: free }));
             }
             let missing = bytes.saturating_sub(self.bytes(free));
             let back = match live {
                 Live::Freeze if !dry => {
-                    self.freeze_one(tenant);
-                    build.endings.push(Box::new(Freezing(tenant)));
+                    build.endings.push(Box::new(self.freeze_for_plan(tenant)));
                     0
                 }
                 Live::Preempt(from, wish) if missing > 0 => {
@@ -209,15 +203,16 @@ impl Pool {
         live: Live<'_>,
     ) -> Result<(), Error> {
         let asked = self.bytes(units);
-        let raised = self.ledger.shift_reserve(Tier::Device, tenant, units.into());
+        let whose = self.ledger.now(tenant);
+        let raised = self.ledger.shift_reserve(Tier::Device, whose, units.into());
         let short = match raised {
             Ok(()) if build.is_dry() => {
                 // As it was.
-                let _ = self.ledger.shift_reserve(Tier::Device, tenant, -i64::from(units));
+                let _ = self.ledger.shift_reserve(Tier::Device, whose, -i64::from(units));
                 return Ok(());
             }
             Ok(()) => {
-                build.endings.push(Box::new(Raising { tenant, units, done: true }));
+                build.endings.push(Box::new(Raising { tenant: whose, units, done: true }));
                 return Ok(());
             }
             Err(LedgerError::Reserve { short, .. }) => self.bytes(short.0),
@@ -231,7 +226,7 @@ impl Pool {
             return Err(self.short(tenant, asked, short - back, held));
         }
         if !build.is_dry() {
-            build.endings.push(Box::new(Raising { tenant, units, done: false }));
+            build.endings.push(Box::new(Raising { tenant: whose, units, done: false }));
         }
         Ok(())
     }
@@ -343,62 +338,6 @@ impl Pool {
         }
         self.unclaim(size, scratch);
         (got, pages == n)
-    }
-
-    /// Freeze a tenant and those below it, or thaw it.
-    ///
-    /// # Errors
-    /// No such tenant.
-    pub fn set_frozen(&self, tenant: TenantId, frozen: bool) -> Result<(), Error> {
-        self.check_tenant(tenant)?;
-        if frozen {
-            self.freeze_one(tenant);
-        } else {
-            self.thaw(tenant);
-        }
-        Ok(())
-    }
-
-    /// Nothing freezes it any more.
-    pub(crate) fn thaw(&self, tenant: TenantId) {
-        let holds = self.frozen[tenant.as_usize()].exchange(0);
-        self.any_frozen.minus(holds);
-    }
-
-    /// One reason more to be frozen.
-    fn freeze_one(&self, tenant: TenantId) {
-        self.any_frozen.plus(1);
-        self.frozen[tenant.as_usize()].plus(1);
-    }
-
-    /// One less, if it was not thawed for all.
-    fn thaw_one(&self, tenant: TenantId) {
-        if self.frozen[tenant.as_usize()].transit(|holds| holds.checked_sub(1)).is_ok() {
-            self.any_frozen.minus(1);
-        }
-    }
-
-    /// Whether a tenant or one above it is frozen.
-    #[inline]
-    pub fn is_frozen(&self, tenant: TenantId) -> bool {
-        self.any_frozen.peek() != 0 && self.is_frozen_above(tenant)
-    }
-
-    #[cold]
-    fn is_frozen_above(&self, tenant: TenantId) -> bool {
-        let mut at = Some(tenant);
-        while let Some(level) = at {
-            if self.frozen[level.as_usize()].get() != 0 {
-                return true;
-            }
-            at = self.ledger.parent(level);
-        }
-        false
-    }
-
-    /// What a frozen tenant's new request, or growth beyond what was admitted, gets.
-    pub(crate) fn frozen(&self, tenant: TenantId, asked: u64) -> Refusal {
-        Refusal { why: Why::Frozen, tier: Tier::Device, tenant, level: tenant, asked, room: 0 }
     }
 
     /// Let cached pages go when more than `high` bytes are charged to the subtree of `tenant` (the root: to all), until it is

@@ -7,6 +7,7 @@
 //! | --- | --- | --- |
 //! | [`page::PageWord`]: generation, references, pins, state | `word/page.rs` | page.rs |
 //! | [`page::Location`]: tier, class, frame | `word/page.rs` | page.rs |
+//! | [`freeze::FreezeWord`]: who freezes a tenant | `word/freeze.rs` | reclaim/freeze.rs |
 //! | `ExtentWord`: class, free count, state of an extent | `word/extent.rs` | frame.rs |
 //! | [`plan::PlanWord`]: how far a plan has come, how it ended | `word/plan.rs` | plan/table.rs |
 //! | `StockWord`, `UsageWord`, `ClaimWord` | `word/ledger.rs` | ledger.rs |
@@ -14,6 +15,7 @@
 use std::fmt;
 
 pub mod extent;
+pub mod freeze;
 pub mod ledger;
 pub mod page;
 pub mod plan;
@@ -54,7 +56,7 @@ index!(/** A layer group of the spec. */ GroupId(u8), "G");
 index!(/** A page class: (layer group, storage dtype). */ ClassId(u8), "C");
 index!(/** A distinct frame size of an arena. Classes whose pages have equal bytes share one, and so their extents. */ SizeId(u8), "Z");
 index!(/** A node of the tenant tree; 0 is the root. */ TenantId(u32), "T");
-index!(/** How often a page id has been given out: with the id it names one life of a page. */ Generation(u32), "g");
+index!(/** How often a page or tenant id has been given out: with the id it names one life. */ Generation(u32), "g");
 index!(/** A shard of the hot words. Every handle has one, so two threads that use their own handles share no hot word. */ Lane(u8), "L");
 
 /// The number of lanes of a pool.
@@ -117,6 +119,15 @@ impl fmt::Debug for PageRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}{}", self.id, self.generation)
     }
+}
+
+/// A reference to one life of a tenant: whoever gets the id later is not meant by it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub struct TenantRef {
+    /// Which tenant.
+    pub id: TenantId,
+    /// Which of those that have had the id.
+    pub(crate) generation: Generation,
 }
 
 /// A number of ledger units. One unit is the greatest common divisor of the spec's page bytes, so every page is a whole

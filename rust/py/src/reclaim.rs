@@ -100,9 +100,10 @@ impl Pool {
     ///     How many.
     /// live : {None, "freeze", "preempt"}, optional
     ///     How its live sequences go on. None: they are not touched. "freeze": from now on no new request of the tenant is
-    ///     taken, and those that run may grow to the length they were admitted for, until `Tenant.thaw`. "preempt": where
-    ///     cached pages are not enough some of them stop (`Pool.preempt`), and can be resumed; where the host tier is full they
-    ///     are compressed or cut first, if that is allowed (`Pool.compress`, `Pool.cut`).
+    ///     taken, and those that run may grow to the length they were admitted for, until `Tenant.thaw`, or until the plan is
+    ///     aborted or expires. "preempt": where cached pages are not enough some of them stop (`Pool.preempt`), and can be
+    ///     resumed; where the host tier is full they are compressed or cut first, if that is allowed (`Pool.compress`,
+    ///     `Pool.cut`).
     /// batch : Batch or list of Batch, optional
     ///     With "preempt": whose rows may be taken.
     /// sessions : list of Sequence, optional
@@ -471,12 +472,13 @@ impl Tenant {
     ///
     /// Notes
     /// -----
-    /// `Pool.open` raises `OutOfPages` with ``why="frozen"`` then, `Pool.admit` answers "wait".
+    /// `Pool.open` raises `OutOfPages` with ``why="frozen"`` then, `Pool.admit` answers "wait". Until `thaw`, whatever becomes of
+    /// plans that freeze it too (`Pool.reclaim`).
     fn freeze(&self, py: Python<'_>) -> PyResult<()> {
         self.with(py, |core, id| core.set_frozen(id, true))
     }
 
-    /// Let it go on, whatever has frozen it.
+    /// Let it go on, whatever has frozen it: a plan that is open too.
     fn thaw(&self, py: Python<'_>) -> PyResult<()> {
         self.with(py, |core, id| core.set_frozen(id, false))
     }

@@ -330,7 +330,7 @@ impl Pair {
             }
             Op::Shift(t, by) => {
                 let by = by * *scale as i32;
-                let ours = ledger.shift_reserve(DEV, id(t), by.into());
+                let ours = ledger.shift_reserve(DEV, ledger.now(id(t)), by.into());
                 let now = model.nodes[t];
                 let reserve = now.reserve.saturating_add_signed(by);
                 let back = if now.lend { now.asked_back } else { 0 };
@@ -340,12 +340,12 @@ impl Pair {
             Op::Recall(t, n) => {
                 let n = n * *scale;
                 let right = model.recall(t, n);
-                assert_eq!(ledger.recall(DEV, id(t), Units(n)).map_err(drop), right);
+                assert_eq!(ledger.recall(DEV, ledger.now(id(t)), Units(n)).map_err(drop), right);
             }
             Op::Lend(t, n) => {
                 let n = n * *scale;
                 model.nodes[t].asked_back = model.nodes[t].asked_back.min(n);
-                ledger.lend(DEV, id(t), Units(n));
+                ledger.lend(DEV, ledger.now(id(t)), Units(n));
             }
             Op::Capacity(capacity) => {
                 let capacity = capacity * *scale;

@@ -9,7 +9,8 @@
 //! | `names` | 16 words: the name's bytes |
 //! | `rights` | 8 [`UsageWord`]s: their limit is how many units may be charged to the ancestor at that depth; 0: no right to publish there |
 //!
-//! A name is read with `heads` before and after: whoever writes one sets the length to 0 first.
+//! A name is read with `heads` before and after: whoever writes one sets the length to 0 first. It is written when a tenant
+//! comes and when it goes, so the number of changes also tells who has an id from who had it ([`TenantRef`]).
 
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
@@ -24,7 +25,7 @@ use crate::{
     },
     sync::{Atom, AtomicU64, Mutex, MutexGuard, Words, lock},
     word::{
-        TIERS, TenantId, Tier, Units,
+        Generation, TIERS, TenantId, TenantRef, Tier, Units,
         ledger::{MetaWord, UsageWord},
     },
 };
@@ -154,6 +155,11 @@ impl Tenants {
         self.hashes[tenant.as_usize()].put(hash(name));
     }
 
+    /// The name changes when a tenant comes and when it goes.
+    fn generation(&self, tenant: TenantId) -> Generation {
+        Generation(self.heads.get(tenant.as_usize()).map_or(0, |head| (head.get() / CHANGE) as u32))
+    }
+
     /// The word of the right to publish into the ancestor at `depth`.
     fn right(&self, tenant: TenantId, depth: usize) -> &AtomicU64 {
         &self.rights[tenant.as_usize() * RIGHTS + depth]
@@ -262,10 +268,10 @@ impl Ledger {
     /// is lent is not lent yet, and what goes is what was asked back, as far as there is some.
     ///
     /// # Errors
-    /// As [`Self::set_policy`].
-    pub fn shift_reserve(&self, tier: Tier, tenant: TenantId, by: i64) -> Result<(), LedgerError> {
+    /// As [`Self::set_policy`]; the tenant was removed.
+    pub fn shift_reserve(&self, tier: Tier, tenant: TenantRef, by: i64) -> Result<(), LedgerError> {
         let _lock = self.tenants.lock();
-        self.known(tenant)?;
+        let tenant = self.still(tenant)?;
         let mut policy = self.policy(tenant).ok_or(LedgerError::Unknown { tenant })?;
         let reserve = &mut policy.reserve[tier.as_usize()];
         let moved = i64::from(reserve.0).saturating_add(by).max(0);
@@ -279,10 +285,10 @@ impl Ledger {
     /// Keep `kept` of a reserve that is lent from others, or as much of it as they leave.
     ///
     /// # Errors
-    /// They have too much: the level, and how much they have to give back there.
-    pub fn recall(&self, tier: Tier, tenant: TenantId, kept: Units) -> Result<(), LedgerError> {
+    /// They have too much: the level, and how much they have to give back there. The tenant was removed.
+    pub fn recall(&self, tier: Tier, tenant: TenantRef, kept: Units) -> Result<(), LedgerError> {
         let _lock = self.tenants.lock();
-        self.known(tenant)?;
+        let tenant = self.still(tenant)?;
         let book = self.book(tier);
         let asked = kept.min(book.tree.floor(tenant).reserve());
         let (mut most, mut refused) = (asked, Ok(()));
@@ -296,9 +302,11 @@ impl Ledger {
         refused
     }
 
-    /// Lend what a tenant keeps of its reserve above `kept` and does not use, if its policy lends.
-    pub fn lend(&self, tier: Tier, tenant: TenantId, kept: Units) {
+    /// Lend what a tenant keeps of its reserve above `kept` and does not use, if its policy lends. Nothing of one that was
+    /// removed.
+    pub fn lend(&self, tier: Tier, tenant: TenantRef, kept: Units) {
         let _lock = self.tenants.lock();
+        let Ok(tenant) = self.still(tenant) else { return };
         if tier == Tier::Device && self.lends(tenant) && kept < self.kept(tier, tenant) {
             // Shrinking is never refused.
             let _ = self.book(tier).set_kept(tenant, kept);
@@ -380,6 +388,22 @@ impl Ledger {
             _ if self.is_live(tenant) => Ok(()),
             _ => Err(LedgerError::Unknown { tenant }),
         }
+    }
+
+    /// Whoever has this id now, to be told from who gets it after a removal.
+    pub fn now(&self, tenant: TenantId) -> TenantRef {
+        TenantRef { id: tenant, generation: self.tenants.generation(tenant) }
+    }
+
+    /// Whether a tenant was not removed since.
+    pub fn is_same(&self, tenant: TenantRef) -> bool {
+        self.is_live(tenant.id) && self.now(tenant.id) == tenant
+    }
+
+    /// Under the lock, so that it stays.
+    fn still(&self, tenant: TenantRef) -> Result<TenantId, LedgerError> {
+        self.known(tenant.id)?;
+        if self.is_same(tenant) { Ok(tenant.id) } else { Err(LedgerError::Unknown { tenant: tenant.id }) }
     }
 
     /// Check a policy by itself and against the other policies, then let what is kept grow (which use may refuse), and only

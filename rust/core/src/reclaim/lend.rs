@@ -31,13 +31,13 @@ use crate::{
     plan::{Ending, Fault, Kind, Plan},
     pool::Pool,
     preempt::{Build, Built, For, From, Wish},
-    word::{TenantId, Tier, Units, plan::State},
+    word::{TenantId, TenantRef, Tier, Units, plan::State},
 };
 
 /// What was lent is being kept for its owner again.
 #[derive(Debug)]
 struct Recall {
-    tenant: TenantId,
+    tenant: TenantRef,
     kept: Units,
     before: Units,
 }
@@ -78,6 +78,7 @@ impl Pool {
         self.expire_plans();
         let lane = self.next_lane();
         let _op = self.enter(lane);
+        let lender = self.ledger.now(tenant);
         // What lies in stock is not in use.
         self.ledger.drain(Tier::Device);
         let usage = self.ledger.usage(Tier::Device, tenant);
@@ -90,7 +91,7 @@ impl Pool {
         let units = units as u32;
         let (kept, before) = (Units(usage.demand.0 + units), self.ledger.kept(Tier::Device, tenant));
         let mut build = Build::new(self, lane, Plan::new(Kind::GiveBack, tenant, bytes), dry);
-        let had = match self.ledger.recall(Tier::Device, tenant, kept) {
+        let had = match self.ledger.recall(Tier::Device, lender, kept) {
             Ok(()) => Ok(()),
             Err(LedgerError::Reserve { level, short, .. }) => {
                 let from = From { who: For::Lender(tenant), ..from };
@@ -99,14 +100,14 @@ impl Pool {
             Err(error) => Err(Error::Tenant(error.to_string())),
         };
         if dry || had.is_err() {
-            self.ledger.lend(Tier::Device, tenant, before);
+            self.ledger.lend(Tier::Device, lender, before);
         }
         if let Err(error) = had {
             build.give_up();
             return Err(error);
         }
         if !dry {
-            build.endings.push(Box::new(Recall { tenant, kept, before }));
+            build.endings.push(Box::new(Recall { tenant: lender, kept, before }));
         }
         self.clear_reserves(&mut build, tenant, units);
         let waits = !build.plan.victims.is_empty() || !build.plan.moves.is_empty();
@@ -124,7 +125,7 @@ impl Pool {
     pub fn lend_unused(&self, tenant: TenantId) -> Result<(), Error> {
         self.check_open()?;
         self.check_tenant(tenant)?;
-        self.ledger.lend(Tier::Device, tenant, Units(0));
+        self.ledger.lend(Tier::Device, self.ledger.now(tenant), Units(0));
         Ok(())
     }
 

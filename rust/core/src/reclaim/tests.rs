@@ -4,13 +4,18 @@ use super::*;
 use crate::{
     admit::Verdict,
     batch::Batch,
+    error::{Refusal, Why},
     face::Pages,
     ledger::Policy,
+    pool::Options,
     preempt::For,
     sequence::{Open, Sequence},
-    spec::GroupKind::{Full, Window},
-    tests::build::{batch, empty, green, plain_tenant, pool, relocate, spec, tenant},
-    word::GroupId,
+    spec::{
+        GroupKind::{Full, Window},
+        Spec,
+    },
+    tests::build::{batch, empty, green, options, plain_tenant, pool, relocate, spec, tenant},
+    word::{GroupId, PageRef},
 };
 
 const G: GroupId = GroupId(0);
@@ -38,6 +43,23 @@ fn hold(pool: &Arc<Pool>, b: &Batch, t: TenantId, text: u32, pages: u32) -> Arc<
     assert!(run(b).is_empty());
     b.remove(&seq).expect("row");
     seq
+}
+
+/// Sequences all over the place: pages of the window in every extent.
+fn scatter(pool: &Arc<Pool>, t: TenantId) -> (Pages, Vec<PageRef>) {
+    let face = Pages::new(pool);
+    let small = pool.classes[pool.groups[1].class.as_usize()].size;
+    let available = pool.arena(Tier::Device).available(small) as usize;
+    let pages = face.allocate(t, GroupId(1), available).expect("room");
+    let (freed, kept): (Vec<_>, Vec<_>) = pages.iter().enumerate().partition(|(n, _)| n % 16 != 3);
+    face.release(&freed.into_iter().map(|(_, page)| *page).collect::<Vec<_>>()).expect("held");
+    let kept: Vec<_> = kept.into_iter().map(|(_, page)| *page).collect();
+    for page in &kept {
+        let at = pool.pages.location(page.id);
+        pool.pages
+            .set_location(page.id, crate::word::page::Location::new(Tier::Device, at.class(), at.frame()));
+    }
+    (face, kept)
 }
 
 fn cached(pool: &Pool, t: TenantId) -> u32 {
@@ -167,9 +189,129 @@ fn a_frozen_tenant_finishes_what_it_has_begun() {
     let (plan, _) = pool.reclaim(org, 0, Live::Freeze, TTL, false).expect("a plan");
     pool.set_frozen(org, false).expect("it lives");
     pool.abort_plan(&plan).expect("open");
-    assert_eq!(pool.any_frozen.get(), 0);
+    assert!(!pool.is_frozen(t));
     drop((admitted, unbound, b));
     empty(&pool);
+}
+
+/// Nobody's end undoes the freeze of another one.
+#[test]
+fn a_freeze_is_undone_by_whoever_made_it() {
+    let pool = pool(spec(&[(Full, 1)]), 40);
+    let t = plain_tenant(&pool, "t");
+    let freeze = || pool.reclaim(t, 0, Live::Freeze, TTL, false).expect("a plan").0;
+    let abort = |plan: &Plan| pool.abort_plan(plan).expect("open");
+    let thaw = || pool.set_frozen(t, false).expect("it lives");
+    // Thawed and frozen again by hand while the plan is open.
+    for commit in [false, true] {
+        let plan = freeze();
+        thaw();
+        pool.set_frozen(t, true).expect("it lives");
+        if commit {
+            pool.commit_plan(&plan).expect("open");
+        } else {
+            abort(&plan);
+        }
+        assert!(pool.is_frozen(t));
+        thaw();
+        assert!(!pool.is_frozen(t));
+    }
+    // Two plans, one of which is committed; and one after a thaw.
+    let [one, two] = [freeze(), freeze()];
+    abort(&one);
+    assert!(pool.is_frozen(t));
+    pool.commit_plan(&two).expect("open");
+    assert!(pool.is_frozen(t), "until it is thawed");
+    let one = freeze();
+    thaw();
+    let two = freeze();
+    abort(&one);
+    assert!(pool.is_frozen(t));
+    abort(&two);
+    assert!(!pool.is_frozen(t));
+    // Frozen by hand before, and meanwhile: one thaw is enough.
+    pool.set_frozen(t, true).expect("it lives");
+    let plan = freeze();
+    pool.set_frozen(t, true).expect("it lives");
+    abort(&plan);
+    assert!(pool.is_frozen(t));
+    thaw();
+    assert!(!pool.is_frozen(t));
+}
+
+/// Build a plan for a tenant, remove that, give its id to another one, and end the plan: that one has what it had.
+fn outlive(
+    make: impl Fn() -> Arc<Pool>,
+    policy: &Policy,
+    pages: u32,
+    build: impl Fn(&Arc<Pool>, TenantId, &Batch) -> Result<Built, Error>,
+) {
+    for commit in [false, true] {
+        let pool = make();
+        let b = batch(&pool, 2, 400);
+        let old = tenant(&pool, ROOT, "old", policy);
+        let (plan, _) = build(&pool, old, &b).expect("a plan");
+        assert_eq!(pool.plan_state(&plan), Ok(State::Open));
+        pool.remove_tenant(old).expect("it has nothing");
+        let reserve = [Units(2), Units(0)];
+        let new = tenant(&pool, ROOT, "new", &Policy { reserve, ..policy.clone() });
+        assert_eq!(new, old, "there is no other id");
+        if pages > 0 {
+            cache(&pool, &b, new, 7000, pages);
+        }
+        pool.set_frozen(new, true).expect("it lives");
+        let kept = || pool.ledger().kept(Tier::Device, new);
+        let look = || (pool.ledger().policy(new), kept(), cached(&pool, new), pool.is_frozen(new));
+        let before = look();
+        if commit {
+            pool.commit_plan(&plan).expect("open");
+        } else {
+            pool.abort_plan(&plan).expect("open");
+        }
+        assert_eq!(look(), before, "{:?}, committed: {commit}", plan.kind);
+        green(&pool);
+    }
+}
+
+#[test]
+fn the_end_of_a_plan_is_nothing_to_who_has_the_id_now() {
+    let two = |spec: Spec, pages| {
+        let options = Options { max_tenants: 2, ..options(&spec, pages) };
+        let pool = Arc::new(Pool::new(spec, &options).expect("a pool"));
+        plain_tenant(&pool, "other");
+        pool
+    };
+    let other = |pool: &Pool| pool.ledger().find("other").expect("it lives");
+    let one_size = || two(spec(&[(Full, 1)]), 40);
+    let plain = Policy::default();
+    outlive(one_size, &plain, 4, |pool, old, b| {
+        cache(pool, b, old, 0, 4);
+        pool.reclaim(old, 4 * pool.spec().sizes()[0], Live::Stay, TTL, false)
+    });
+    outlive(one_size, &plain, 0, |pool, old, _| pool.reclaim(old, 0, Live::Freeze, TTL, false));
+    // Somebody else has to stop for it.
+    let wide = |pool: &Arc<Pool>, b: &Batch| [hold(pool, b, other(pool), 0, 36)];
+    fn from(sessions: &[Arc<Sequence>]) -> From<'_> {
+        From { batches: &[], sessions, who: For::Anybody }
+    }
+    let lends = Policy { reserve: [Units(30), Units(0)], lend: true, ..Policy::default() };
+    outlive(one_size, &lends, 0, |pool, old, b| {
+        let sessions = wide(pool, b);
+        let bytes = 20 * pool.spec().sizes()[0];
+        pool.give_back(old, bytes, from(&sessions), Wish::Recompute, TTL, false)
+    });
+    outlive(one_size, &plain, 0, |pool, old, b| {
+        let sessions = wide(pool, b);
+        let live = Live::Preempt(from(&sessions), Wish::Recompute);
+        pool.top_up(old, 20 * pool.spec().sizes()[0], live, 9, TTL, false)
+    });
+    // Its reserve has grown already, and extents are emptied for it.
+    let two_sizes = || two(spec(&[(Full, 2), (Window { tokens: 6 }, 1)]), 1030);
+    outlive(two_sizes, &plain, 0, |pool, old, _| {
+        scatter(pool, other(pool));
+        let bytes = pool.arena(Tier::Device).capacity_bytes() / 2;
+        pool.top_up(old, bytes, Live::Stay, 1000, TTL, false)
+    });
 }
 
 #[test]
@@ -218,7 +360,7 @@ fn a_top_up_is_there_at_once() {
     face.release(&pages).expect("they are held");
     // Grow, shrink, grow.
     for _ in 0..3 {
-        pool.ledger().shift_reserve(Tier::Device, b, -5).expect("shrinking");
+        pool.ledger().shift_reserve(Tier::Device, pool.ledger().now(b), -5).expect("shrinking");
         assert_eq!(reserve(&pool, b), 3);
         pool.top_up(b, 5 * page, Live::Stay, 0, TTL, false).expect("it fits");
         assert_eq!(reserve(&pool, b), 8);
@@ -268,19 +410,7 @@ fn case_35_a_top_up_over_two_sizes() {
     let pool = pool(spec(&[(Full, 2), (Window { tokens: 6 }, 1)]), 1030);
     let (a, b) = (plain_tenant(&pool, "a"), plain_tenant(&pool, "b"));
     let rows = batch(&pool, 40, 40);
-    // Sequences all over the place: pages of the window in every extent.
-    let face = Pages::new(&pool);
-    let window = GroupId(1);
-    let small = pool.classes[pool.groups[1].class.as_usize()].size;
-    let pages = face.allocate(a, window, pool.arena(Tier::Device).available(small) as usize).expect("room");
-    let (freed, kept): (Vec<_>, Vec<_>) = pages.iter().enumerate().partition(|(n, _)| n % 16 != 3);
-    face.release(&freed.into_iter().map(|(_, page)| *page).collect::<Vec<_>>()).expect("held");
-    let kept: Vec<_> = kept.into_iter().map(|(_, page)| *page).collect();
-    for page in &kept {
-        let at = pool.pages.location(page.id);
-        pool.pages
-            .set_location(page.id, crate::word::page::Location::new(Tier::Device, at.class(), at.frame()));
-    }
+    let (face, kept) = scatter(&pool, a);
     let bytes = pool.arena(Tier::Device).capacity_bytes() / 2;
     let error = face.allocate(b, G, 1).expect_err("no extent is free");
     assert!(matches!(error, Error::Refused(Refusal { why: Why::Fragmented, .. })), "{error}");
