@@ -221,9 +221,12 @@ impl Batch {
     /// Busy.
     pub(crate) fn take_out(&self, sequence: &Sequence) -> Result<Option<TakenRow>, Error> {
         let mut place = try_lock(&sequence.place, "the sequence")?;
-        let here =
-            matches!(&*place, Place::Batched(at) if std::ptr::eq(at.as_ptr(), Arc::as_ptr(&self.shared)));
-        here.then(|| self.empty_row(&mut place, sequence)).transpose()
+        self.has(&place).then(|| self.empty_row(&mut place, sequence)).transpose()
+    }
+
+    /// Whether this is the place of a sequence.
+    pub(crate) fn has(&self, place: &Place) -> bool {
+        matches!(place, Place::Batched(at) if std::ptr::eq(at.as_ptr(), Arc::as_ptr(&self.shared)))
     }
 
     fn empty_row(&self, place: &mut Place, sequence: &Sequence) -> Result<TakenRow, Error> {

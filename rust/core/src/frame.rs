@@ -208,6 +208,32 @@ impl Arena {
         sum.min(u64::from(tiling.frames()))
     }
 
+    /// Whether so many frames of each size could be claimed now, all together. Reads every extent; exact while nobody claims or
+    /// releases.
+    pub fn fits(&self, wanted: &[u64]) -> bool {
+        let mut left = wanted.to_vec();
+        let mut whole = Vec::new();
+        for extent in 0..self.extents.count() {
+            let word = self.extents.read(extent);
+            if word.in_arena() || !word.is_draining() && self.is_whole(extent, word) {
+                whole.push(extent);
+            } else if let Some(left) = word.size().and_then(|size| left.get_mut(size.as_usize()))
+                && !word.is_draining()
+            {
+                *left = left.saturating_sub(word.free().into());
+            }
+        }
+        // Each of these serves one size, whichever.
+        for extent in whole {
+            let frames = |size: usize| u64::from(self.extents.tiling(SizeId(size as u8)).frames_in(extent));
+            let needy = left.iter_mut().enumerate().find(|(size, left)| **left > 0 && frames(*size) > 0);
+            if let Some((size, left)) = needy {
+                *left = left.saturating_sub(frames(size));
+            }
+        }
+        left.iter().all(|&left| left == 0)
+    }
+
     /// Whether nothing of it is in use, though it serves a size.
     fn is_whole(&self, extent: usize, word: ExtentWord) -> bool {
         word.size().is_some_and(|size| word.free() == self.extents.tiling(size).frames_in(extent))

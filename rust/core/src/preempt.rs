@@ -67,7 +67,7 @@ use crate::{
     word::{Lane, PageId, PageRef, TenantId, Tier},
 };
 use ending::{Leaving, Returning};
-use places::{Part, add_part};
+use places::Away;
 
 /// Bytes a second between the tiers where the pool was told none: a PCIe 4 link as copies of whole pages use it.
 pub const HOST_BYTES_PER_SECOND: u64 = 25_000_000_000;
@@ -92,8 +92,8 @@ pub enum Wish {
 pub(crate) struct Survey {
     /// Bytes of its private pages that a tenant pays for.
     pub(crate) bytes: u64,
-    /// Bytes of all its private pages, by who pays: what swap copies.
-    pub(crate) copied: Vec<Part>,
+    /// Bytes of all its private pages, whoever pays: what swap copies.
+    pub(crate) copied: u64,
     /// Bytes that stay because others hold them too.
     pub(crate) shared: u64,
     /// Bytes that stay because pins keep them.
@@ -117,11 +117,6 @@ impl Survey {
     /// Bytes that come back.
     pub(crate) fn back(&self) -> u64 {
         self.bytes + self.promised
-    }
-
-    /// Bytes that swap copies.
-    fn copied(&self) -> u64 {
-        self.copied.iter().map(|part| part.bytes).sum()
     }
 
     /// Tokens that recompute is likely to compute again: what nobody wants now stays cached, and is hit.
@@ -152,7 +147,8 @@ pub(crate) struct Build<'a> {
     sequences: Vec<Arc<Sequence>>,
     /// Of a dry one: the pages that it would take, and what it would take to the host tier.
     spoken: HashSet<PageId>,
-    sent: Vec<Part>,
+    /// Of a dry one: what would go to the host tier.
+    away: Away,
 }
 
 impl Pool {
@@ -176,18 +172,23 @@ impl Pool {
                 // It has gone already.
             } else if word.pins() > 0 {
                 survey.pinned += bytes;
-            } else if word.refs() > 1 || word.is_leased() || spoken.contains(&page.id) {
+            } else if !self.is_private(page, spoken) {
                 survey.shared += bytes;
             } else {
-                let payer = self.pages.payer(page.id);
-                add_part(&mut survey.copied, Part { payer, bytes });
-                survey.bytes += if pays(payer) { bytes } else { 0 };
+                survey.copied += bytes;
+                survey.bytes += if pays(self.pages.payer(page.id)) { bytes } else { 0 };
             }
         }
         let promised = body.promises.iter().filter(|p| pays(p.0));
         survey.promised = promised.map(|p| self.bytes(p.1)).sum();
         survey.tokens = body.is_known().then(|| body.written - self.kept_tokens(body));
         survey
+    }
+
+    /// Whether a page that a sequence holds, and no pin keeps, is its alone, and no plan takes it.
+    fn is_private(&self, page: PageRef, spoken: &HashSet<PageId>) -> bool {
+        let word = self.pages.read(page.id);
+        word.refs() <= 1 && !word.is_leased() && !spoken.contains(&page.id)
     }
 
     /// Tokens at the beginning whose pages others keep on the device.
@@ -209,7 +210,7 @@ impl Pool {
         let host = speed(self.plans.bandwidths()[1], HOST_BYTES_PER_SECOND);
         let tokens = speed(self.recompute_speed.get(), TOKENS_PER_SECOND);
         Costs {
-            swap: ns(survey.copied().saturating_mul(2), host),
+            swap: ns(survey.copied.saturating_mul(2), host),
             recompute: survey.lost_tokens().map_or(u64::MAX, |n| ns(n, tokens)),
         }
     }
@@ -230,8 +231,8 @@ impl Pool {
     /// row; in another batch it can't be stopped.
     ///
     /// # Errors
-    /// Busy, closed, suspended; in another batch; it can neither be swapped nor computed again. It goes on then, and keeps its
-    /// row unless the host tier's room turned out to lie in pieces, or to be another thread's by then.
+    /// Busy, closed, suspended; in another batch; it can neither be swapped nor computed again: it goes on then. (Out of its
+    /// row, where another thread took its place in the host tier at that moment.)
     pub fn suspend(
         self: &Arc<Self>,
         sequence: &Arc<Sequence>,
@@ -339,7 +340,8 @@ impl Pool {
 impl<'a> Build<'a> {
     pub(crate) fn new(pool: &'a Arc<Pool>, lane: Lane, plan: Plan, dry: bool) -> Self {
         let (endings, sequences) = (Vec::new(), Vec::new());
-        Self { pool, lane, plan, dry, endings, sequences, spoken: HashSet::new(), sent: Vec::new() }
+        let (spoken, away) = (HashSet::new(), Away::default());
+        Self { pool, lane, plan, dry, endings, sequences, spoken, away }
     }
 
     pub(crate) fn is_dry(&self) -> bool {
@@ -383,33 +385,28 @@ impl<'a> Build<'a> {
         victim: Option<(TenantId, u64)>,
     ) -> Result<(), Error> {
         let (pool, wanted) = (self.pool, victim.map(|v| v.1));
-        if self.dry {
-            return sequence.visit(|_, body, _| {
-                body.check_running(pool)?;
-                let survey = Survey { wanted, ..pool.survey(body, within, &self.spoken) };
-                let mode = match pool.swaps(wish, &survey).then(|| self.check_host(&survey)) {
-                    Some(Err(refusal)) if !may_compute(wish, &survey) => return Err(refusal.into()),
-                    Some(Ok(())) => Mode::Swap,
-                    _ => Mode::Recompute,
-                };
-                self.tell(body, &survey, mode, None);
-                if mode == Mode::Swap {
-                    self.plan.copied[1] += survey.copied();
-                    survey.copied.iter().for_each(|&part| add_part(&mut self.sent, part));
-                }
-                self.sequences.push(Arc::clone(sequence));
-                Ok(())
-            })?;
+        // All this before a row is taken, for nobody can put it back.
+        if !self.dry {
+            let mut place = try_lock(&sequence.place, "the sequence")?;
+            if !batch.is_some_and(|batch| batch.has(&place)) {
+                idle(&mut place)?;
+            }
         }
         sequence.visit(|_, body, _| {
             body.check_running(pool)?;
-            // A row that was taken can't be put back, so whoever could not leave keeps it.
-            let survey = pool.survey(body, within, &self.spoken);
-            if batch.is_some() && !may_compute(wish, &survey) {
-                self.check_host(&survey)?
+            let survey = Survey { wanted, ..pool.survey(body, within, &self.spoken) };
+            let (mode, away) = self.way(body, wish, &survey)?;
+            if self.dry {
+                self.tell(body, &survey, mode, None);
+                self.plan.copied[1] += if mode == Mode::Swap { survey.copied } else { 0 };
+                self.away = away;
+                self.sequences.push(Arc::clone(sequence));
             }
             Ok::<_, Error>(())
         })??;
+        if self.dry {
+            return Ok(());
+        }
         let row = match batch {
             Some(batch) => batch.take_out(sequence)?,
             None => None,
@@ -446,17 +443,38 @@ impl<'a> Build<'a> {
         Ok(())
     }
 
-    /// Whether a sequence finds its place in the host tier; the plan says where not.
-    fn check_host(&mut self, survey: &Survey) -> Result<(), Refusal> {
-        let fits = self.pool.check_host(&survey.copied, &self.sent);
-        fits.inspect_err(|refusal| self.plan.tell_host_full(refusal.level))
+    /// Whether pages of a tenant have no place in the host tier, one of each group; the plan says where.
+    fn finds_host_full(&mut self, tenant: TenantId) -> bool {
+        let (pool, mut away) = (self.pool, self.away.clone());
+        pool.groups.iter().for_each(|group| away.add(tenant, pool.classes[group.class.as_usize()]));
+        pool.check_host(&away, true).inspect_err(|refusal| self.plan.tell_host_full(refusal.level)).is_err()
     }
 
-    /// Whether pages of a tenant have no place in the host tier; the plan says where.
-    fn finds_host_full(&mut self, tenant: TenantId) -> bool {
-        let largest = self.pool.spec.sizes().last().copied().unwrap_or(0);
-        let page = Survey { copied: vec![Part { payer: tenant, bytes: largest }], ..Survey::default() };
-        self.check_host(&page).is_err()
+    /// How a sequence would stop at this moment, and what this plan would have in the host tier then; the plan says where that has
+    /// no place.
+    fn way(&mut self, body: &Body, wish: Wish, survey: &Survey) -> Result<(Mode, Away), Refusal> {
+        let (pool, mut away) = (self.pool, self.away.clone());
+        if !pool.swaps(wish, survey) {
+            return Ok((Mode::Recompute, away));
+        }
+        for page in body.held_pages(pool) {
+            let at = pool.pages.location(page.id);
+            let here = at.tier() == Some(Tier::Device) && !at.is_gone();
+            if here && pool.pages.read(page.id).pins() == 0 && pool.is_private(page, &self.spoken) {
+                away.add(pool.pages.payer(page.id), pool.class_at(at));
+            }
+        }
+        loop {
+            let Err(refusal) = pool.check_host(&away, self.dry) else { return Ok((Mode::Swap, away)) };
+            if !self.dry && pool.drop_lost_pages(self.lane) > 0 {
+                continue;
+            }
+            self.plan.tell_host_full(refusal.level);
+            if !may_compute(wish, survey) {
+                return Err(refusal);
+            }
+            return Ok((Mode::Recompute, self.away.clone()));
+        }
     }
 
     /// A sequence that stops, into the plan's numbers.

@@ -97,6 +97,20 @@ fn reserved_bytes_belong_to_nobody() {
 }
 
 #[test]
+fn what_fits_together() {
+    let arena = Arena::new(&layout(&[2, 4], 8, 32, 0));
+    assert!(arena.fits(&[16, 0]) && arena.fits(&[0, 8]) && arena.fits(&[8, 4]) && arena.fits(&[]));
+    assert!(!arena.fits(&[9, 5]) && !arena.fits(&[17]));
+    // One extent serves the small size now, with three frames left.
+    let one = claim(&arena, A, L0, 1);
+    assert!(arena.fits(&[3, 6]) && arena.fits(&[4, 4]) && arena.fits(&[15, 0]));
+    assert!(!arena.fits(&[4, 5]) && !arena.fits(&[0, 7]) && !arena.fits(&[16, 0]));
+    let extent = arena.extent_of(A, FrameId(one[0]));
+    assert!(arena.drain(extent, A, None));
+    assert!(arena.fits(&[4, 4]) && !arena.fits(&[5, 4]) && !arena.fits(&[13, 0]));
+}
+
+#[test]
 fn an_extent_that_is_all_reserved_is_passed_by() {
     let arena = Arena::new(&layout(&[2, 4], 4, 16, 4));
     assert_eq!(claim(&arena, B, L0, 9), [1, 2, 3]);
@@ -534,6 +548,11 @@ proptest! {
                 let size = SizeId(id as u8);
                 let mine = held.iter().filter(|h| h.0 == size).count() as u64;
                 prop_assert_eq!(arena.allocated_bytes(size), mine * page);
+                let mut wanted = vec![0; sizes.len()];
+                for more in [0, 1] {
+                    wanted[id] = arena.available(size) + more;
+                    prop_assert_eq!(arena.fits(&wanted), more == 0);
+                }
             }
             check(&arena);
             prop_assert_eq!(arena.faults(), faults);

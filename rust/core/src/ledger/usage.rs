@@ -1,9 +1,12 @@
 //! Reading the books: exact snapshots, what admission can count on, and whose cached pages go first.
 
+use std::collections::HashMap;
+
 use crate::{
     ledger::{
         book::Book,
-        tree::{Path, ROOT},
+        error::Why,
+        tree::{Obstacle, Path, ROOT},
     },
     word::{
         LANES, TenantId, Units,
@@ -198,6 +201,41 @@ impl Book {
             own: units(own.0),
             own_level: own.1,
         }
+    }
+
+    /// Whether all of this could be charged, each to its payer, once cached pages in the way have gone; else the payer and the
+    /// level that stand for what does not fit. Stocks that are in the way are given back first.
+    pub(super) fn fit(&self, charges: &[(TenantId, Units)]) -> Result<(), (TenantId, Obstacle)> {
+        loop {
+            match self.fit_at_once(charges) {
+                Err((_, obstacle)) if self.drain(obstacle.level) => {}
+                answer => return answer,
+            }
+        }
+    }
+
+    fn fit_at_once(&self, charges: &[(TenantId, Units)]) -> Result<(), (TenantId, Obstacle)> {
+        // What the demand of each level grows by.
+        let mut grown: HashMap<TenantId, u64> = HashMap::new();
+        for &(payer, units) in charges {
+            let mut more = u64::from(units.0);
+            for &level in self.tree.path(payer).iter() {
+                let (claim, limit) = (self.tree.claim(level), self.tree.usage(level).limit());
+                let grown = grown.entry(level).or_default();
+                let before = u64::from(claim.demand().0) + *grown;
+                let after = before + more;
+                *grown += more;
+                if after > u64::from(limit.0) {
+                    let why = if level == ROOT { Why::Claim } else { Why::Limit };
+                    let short = (after - u64::from(limit.0)).min(u64::from(u32::MAX)) as u32;
+                    return Err((payer, Obstacle { level, why, short, limit }));
+                }
+                // Inside the level's reserve nothing is asked of the levels above.
+                let kept = u64::from(claim.kept().0);
+                more = after.max(kept) - before.max(kept);
+            }
+        }
+        Ok(())
     }
 
     fn hard_below(&self, level: TenantId) -> u64 {

@@ -5,6 +5,9 @@
 //! or an order listed them ([`Pool::drop_lost_pages`]); they go before anything is refused. There a tenant's limit of the
 //! host tier holds, and those above it.
 //!
+//! Before a row is taken, and in a dry run, nothing is claimed there: [`Pool::check_host`] says what would fit, all together.
+//! (Where extent 0 is partly reserved and there are several page sizes it may say yes to one extent too many.)
+//!
 //! Callers: preempt.rs.
 
 use crate::{
@@ -15,21 +18,6 @@ use crate::{
     sync::Atom,
     word::{ClassId, FrameId, Lane, PageRef, TenantId, Tier, Units, page::Location},
 };
-
-/// Bytes that somebody pays for.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Part {
-    pub(crate) payer: TenantId,
-    pub(crate) bytes: u64,
-}
-
-/// So many bytes more of a payer.
-pub(super) fn add_part(parts: &mut Vec<Part>, more: Part) {
-    match parts.iter_mut().find(|part| part.payer == more.payer) {
-        Some(part) => part.bytes += more.bytes,
-        None => parts.push(more),
-    }
-}
 
 impl Pool {
     /// Moves of a plan that will not be: the last first, as their pages go when everybody lets go of them.
@@ -133,41 +121,47 @@ impl Pool {
         Err(Refusal { why, tier, tenant: payer, level: TenantId(0), asked, room })
     }
 
-    /// Whether the host tier has room for so many bytes of each payer at this moment, beside what `sent` says. What is lost
-    /// there counts as room, as far as can be told without a look at each: some of it may have to stay for others that
-    /// continue it.
-    pub(super) fn check_host(&self, wanted: &[Part], sent: &[Part]) -> Result<(), Refusal> {
-        let below = |level, parts: &[Part]| -> u64 {
-            parts.iter().filter(|part| self.ledger.is_under(part.payer, level)).map(|part| part.bytes).sum()
-        };
-        let mut refusal =
-            Refusal { why: Why::Frames, tier: Tier::Host, tenant: ROOT, level: ROOT, asked: 0, room: 0 };
-        for part in wanted {
-            // What one pays counts at those above it too.
-            for level in std::iter::successors(Some(part.payer), |&at| self.ledger.parent(at)) {
-                let (asked, before) = (below(level, wanted), below(level, sent));
-                let units = Units(u32::try_from((asked + before) / self.spec.unit()).unwrap_or(u32::MAX));
-                let room = self.ledger.room(Tier::Host, level, units);
-                if room.now < units {
-                    refusal.why = if room.level == ROOT { Why::Claim } else { Why::Limit };
-                    let room_left = self.bytes(room.now.0).saturating_sub(before);
-                    return Err(Refusal {
-                        tenant: part.payer,
-                        level: room.level,
-                        asked,
-                        room: room_left,
-                        ..refusal
-                    });
-                }
-                (refusal.tenant, refusal.asked) = (part.payer, asked);
-            }
+    /// Whether the host tier has room for pages at this moment, all together: in what each payer may be charged, and in frames of
+    /// their sizes. With `lost`, what is lost there counts as room, as far as can be told without a look at each: some of it may
+    /// have to stay for others that continue it, or lie where it serves other sizes.
+    pub(super) fn check_host(&self, away: &Away, lost: bool) -> Result<(), Refusal> {
+        self.ledger.fit(Tier::Host, &away.charges).map_err(|refused| self.refusal(refused))?;
+        let arena = self.arena(Tier::Host);
+        if arena.fits(&away.frames) {
+            return Ok(());
         }
-        let before = below(ROOT, sent);
-        let mut free = self.arena(Tier::Host).free_bytes();
-        if free < refusal.asked + before && self.lost.get() > 0 {
-            free += self.bytes(self.ledger.subtree_usage(Tier::Host, ROOT).cached.0);
+        let asked: u64 = away.charges.iter().map(|c| self.bytes(c.1.0)).sum();
+        let free = arena.free_bytes();
+        if lost
+            && self.lost.get() > 0
+            && free + self.bytes(self.ledger.subtree_usage(Tier::Host, ROOT).cached.0) >= asked
+        {
+            return Ok(());
         }
-        refusal.room = free.saturating_sub(before);
-        if refusal.room < refusal.asked { Err(refusal) } else { Ok(()) }
+        let tenant = away.charges.first().map_or(ROOT, |c| c.0);
+        let why = if free >= asked { Why::Fragmented } else { Why::Frames };
+        Err(Refusal { why, tier: Tier::Host, tenant, level: ROOT, asked, room: free })
+    }
+}
+
+/// Pages that are to go to the host tier.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Away {
+    /// What each payer is charged there.
+    charges: Vec<(TenantId, Units)>,
+    /// How many, by size.
+    frames: Vec<u64>,
+}
+
+impl Away {
+    pub(super) fn add(&mut self, payer: TenantId, ClassInfo { size, units, .. }: ClassInfo) {
+        match self.charges.iter_mut().find(|c| c.0 == payer) {
+            Some((_, sum)) => sum.0 = sum.0.saturating_add(units),
+            None => self.charges.push((payer, Units(units))),
+        }
+        if self.frames.len() <= size.as_usize() {
+            self.frames.resize(size.as_usize() + 1, 0);
+        }
+        self.frames[size.as_usize()] += 1;
     }
 }

@@ -8,8 +8,10 @@ use crate::{
     sequence::Open,
     spec::GroupKind::{Full, State as Fixed, Window},
     stats::Counter,
-    tests::build::{PAGE, batch, empty, green, host_pool, plain_tenant, run, spec, specs, tenant},
-    word::{GroupId, Units, page::Location, plan::State as PlanState},
+    tests::build::{
+        PAGE, batch, empty, green, host_pool, plain_tenant, run, small_spec, spec, specs, tenant,
+    },
+    word::{FrameId, GroupId, Units, page::Location, plan::State as PlanState},
 };
 
 const G: GroupId = GroupId(0);
@@ -730,6 +732,139 @@ fn unknown_tokens_are_swapped_or_stay() {
         pool.expire_plans();
         empty(&pool);
     }
+}
+
+/// Whoever can't leave stays in its row.
+#[test]
+fn nobody_loses_a_row_for_nothing() {
+    let pool = host_pool(spec(&[(Full, 1)]), 20, 2);
+    let t = plain_tenant(&pool, "t");
+    let mine = batch(&pool, 2, 64);
+    let all = [0, 100].map(|first| open(&pool, t, first..first + 13));
+    all.iter().for_each(|s| _ = mine.add(s).expect("a row"));
+    run(&mine, 1);
+    let from = From { batches: &[&mine], sessions: &[], who: For::Anybody };
+    for dry in [true, false] {
+        match pool.suspend(&all[1], Wish::SwapOnly, Some(&mine), TTL, dry).map(drop) {
+            Err(Error::Refused(r)) => {
+                assert_eq!((r.tier, r.asked, r.room), (Tier::Host, pool.bytes(4), pool.bytes(3)))
+            }
+            other => panic!("{other:?}"),
+        }
+        let plan = pool.preempt(t, 1, from, Wish::SwapOnly, TTL, dry).expect("sound").0;
+        assert_eq!((plan.victims.len(), mine.rows()), (0, Ok(2)));
+    }
+    run(&mine, 2);
+    all.iter().for_each(|s| close(s));
+    drop(mine);
+    pool.advance(TTL).expect("a manual clock");
+    empty(&pool);
+}
+
+/// A dry run counts what the plan would have put into the host tier by then, for each payer and all above.
+#[test]
+fn what_does_not_fit_together_is_told() {
+    for limit in [None, Some(Units(4))] {
+        let pool = host_pool(spec(&[(Full, 1)]), 20, if limit.is_some() { 20 } else { 4 });
+        let org = tenant(&pool, ROOT, "org", &Policy { limit: [None, limit], ..Policy::default() });
+        let [one, two] = ["one", "two"].map(|name| tenant(&pool, org, name, &Policy::default()));
+        let mine = batch(&pool, 2, 64);
+        let sessions = [(one, 0), (two, 100), (one, 200)];
+        let sessions = sessions.map(|(t, first)| computed(&pool, &mine, t, first..first + 9));
+        let from = From { batches: &[], sessions: &sessions, who: For::Anybody };
+        let stop = |wish, dry| pool.preempt(org, u64::MAX, from, wish, TTL, dry).expect("sound").0;
+        for wish in [Wish::Swap, Wish::SwapOnly] {
+            let (dry, plan) = (stop(wish, true), stop(wish, false));
+            assert_eq!((&dry.victims, dry.rungs), (&plan.victims, plan.rungs));
+            assert_eq!((dry.copied, dry.shortfall), (plan.copied, plan.shortfall));
+            assert_eq!(plan.rungs.offload, pool.bytes(3));
+            assert_eq!(plan.victims.len(), if wish == Wish::Swap { 3 } else { 1 });
+            pool.abort_plan(&plan).expect("open");
+        }
+        sessions.iter().for_each(|s| close(s));
+        drop(mine);
+        empty(&pool);
+    }
+}
+
+/// Two would have to stop, and there is a place for one of them: nobody does.
+#[test]
+fn a_top_up_that_can_not_be_had_takes_no_rows() {
+    let pool = host_pool(spec(&[(Full, 1)]), 20, 4);
+    let [t, other] = ["t", "other"].map(|name| plain_tenant(&pool, name));
+    let mine = batch(&pool, 4, 64);
+    let all: Vec<_> = (0..3).map(|n| open(&pool, t, 100 * n..100 * n + 9)).collect();
+    all.iter().for_each(|s| _ = mine.add(s).expect("a row"));
+    run(&mine, 1);
+    let capacity = pool.ledger().capacity(Tier::Device).0;
+    let from = From { batches: &[&mine], sessions: &[], who: For::Anybody };
+    let more = |pages, dry| {
+        let live = crate::reclaim::Live::Preempt(from, Wish::SwapOnly);
+        pool.top_up(other, pool.bytes(pages), live, 9, TTL, dry).map(|built| built.0)
+    };
+    for dry in [true, false] {
+        match more(capacity - 4, dry) {
+            Err(Error::Plan(Fault::Short { short, .. })) => assert_eq!(short, pool.bytes(2)),
+            built => panic!("{:?}", built.map(drop)),
+        }
+        assert_eq!((mine.rows(), held(&pool, Tier::Host, t)), (Ok(3), 0));
+    }
+    let plan = more(capacity - 7, false).expect("one of them is enough");
+    assert_eq!(plan.victims.len(), 1);
+    pool.abort_plan(&plan).expect("open");
+    all.iter().for_each(|s| close(s));
+    drop(mine);
+    empty(&pool);
+}
+
+/// Free bytes of the host tier that lie in extents of another page size are no place: the ladder goes on.
+#[test]
+fn a_host_tier_in_pieces() {
+    let pool = host_pool(small_spec(&[(Full, 2)]), 40, 20);
+    let policy = Policy { compress: true, ..Policy::default() };
+    let t = tenant(&pool, ROOT, "t", &policy);
+    let mine = batch(&pool, 2, 64);
+    let sequence = computed(&pool, &mine, t, 0..13);
+    // Of every other page of the smaller class there.
+    let small = pool.spec.small_class_of(G).expect("there is one");
+    let size = pool.classes[small.as_usize()].size;
+    let mut frames = Vec::new();
+    let n = pool.arena(Tier::Host).available(size) as usize;
+    pool.take_frames(Lane(0), Tier::Host, t, small, n, &mut frames).expect("all of it");
+    frames.sort_unstable();
+    let (kept, free): (Vec<_>, Vec<_>) = frames.iter().partition(|frame| frame.0 % 2 == 0);
+    let release = |frames: &[FrameId]| {
+        pool.arena(Tier::Host).release_many(size, frames).expect("claimed");
+        let units = frames.len() as u32 * pool.classes[small.as_usize()].units;
+        pool.ledger().discharge(Tier::Host, t, Lane(0), Units(units));
+    };
+    release(&free);
+    assert!(pool.arena(Tier::Host).free_bytes() > 8 * pool.spec.sizes()[1]);
+    for dry in [true, false] {
+        match pool.offload(&sequence, TTL, dry).map(drop) {
+            Err(Error::Refused(r)) => assert_eq!((r.tier, r.why), (Tier::Host, Why::Fragmented)),
+            built => panic!("{built:?}"),
+        }
+        let built = pool.suspend(&sequence, Wish::Swap, None, TTL, dry).expect("it runs");
+        assert_eq!(built.0.victims[0].fate, Fate::Recomputed);
+        if !dry {
+            pool.abort_plan(&built.0).expect("open");
+        }
+        let sessions = [Arc::clone(&sequence)];
+        let from = From { batches: &[], sessions: &sessions, who: For::Anybody };
+        let live = crate::reclaim::Live::Preempt(from, Wish::Swap);
+        let plan = pool.reclaim(t, 1, live, TTL, dry).expect("sound").0;
+        assert_eq!((plan.victims.len(), plan.shortfall), (0, 0));
+        assert_eq!(plan.rungs.compress, plan.rungs.sum());
+        if !dry {
+            pool.abort_plan(&plan).expect("open");
+        }
+    }
+    release(&kept);
+    assert!(!Build::new(&pool, Lane(0), Plan::new(Kind::Reclaim, t, 1), true).finds_host_full(t));
+    close(&sequence);
+    drop(mine);
+    empty(&pool);
 }
 
 /// Of each tenant of `policies`, so many sequences of one page in a batch, the oldest first.

@@ -82,24 +82,16 @@ impl World {
             assert!(matches!(built, Err(Error::Argument(_))), "{built:?}");
             return;
         }
+        let had_row = model.batch.is_some();
         match built {
             Ok(built) => {
-                let had_row = self.sequences[&id].batch.is_some();
                 let row = self.pulled(id);
                 assert_eq!(row.is_some(), had_row);
                 assert_eq!(built.0.victims[0].row.map(|taken| taken.row as usize), row);
                 self.carry(built, HashMap::new(), HashMap::new());
             }
-            // It may only be swapped, and there is no room for it: it keeps its row, unless the room lies in pieces.
-            Err(Error::Refused(refusal)) => {
-                assert_eq!(refusal.tier, Tier::Host);
-                let rows = self.batches.iter().flat_map(|b| b.batch.sequences().expect("nobody uses it"));
-                let handle = &self.sequences[&id].handle;
-                let has_row = rows.fold(false, |has, row| has | Arc::ptr_eq(&row, handle));
-                if !has_row {
-                    self.pulled(id);
-                }
-            }
+            // It may only be swapped, and there is no room for it: it stays in its row.
+            Err(Error::Refused(refusal)) => assert_eq!(refusal.tier, Tier::Host),
             Err(e) => panic!("{e}"),
         }
     }

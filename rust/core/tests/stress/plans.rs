@@ -77,8 +77,7 @@ impl Worker {
         match self.pool.suspend(&sequence, wish, Some(&self.batch), ttl, dry) {
             Ok((plan, _)) if dry => self.keep((plan, Vec::new())),
             Ok(built) => self.keep(built),
-            // No room in the other tier, and it can't be computed again: it goes on, out of its row where that came out late.
-            Err(Error::Refused(_) | Error::Argument(_)) if dry => {}
+            // No room in the other tier, or it can't be computed again: it goes on, out of its row if others came in between.
             Err(Error::Refused(_) | Error::Argument(_)) => self.rows_left(),
             Err(e) => panic!("{e}"),
         }
