@@ -170,6 +170,7 @@ impl Pool {
     /// It has children, or pages that are held or promised: then nothing is done.
     pub fn remove_tenant(&self, tenant: TenantId) -> Result<u64, Error> {
         self.check_tenant(tenant)?;
+        let whose = self.ledger.now(tenant);
         // All or nothing; what comes up between here and the end only leaves the tenant without its cache.
         let usage = Tier::ALL.map(|tier| self.ledger.subtree_usage(tier, tenant));
         let busy: u32 = usage.iter().map(|usage| usage.held.0 + usage.promised.0).sum();
@@ -203,12 +204,13 @@ impl Pool {
             self.unpin_pages(&pin.pages);
         }
         let dropped = self.drop_cached(tenant);
-        self.ledger.remove(tenant).map_err(|e| Error::Tenant(e.to_string()))?;
-        // Its id may become another one's.
-        self.thaw(tenant);
-        self.marks[tenant.as_usize()].put(0);
-        self.orders.reset(tenant);
-        self.stats.forget(tenant);
+        let forget = || {
+            self.thaw(tenant);
+            self.marks[tenant.as_usize()].put(0);
+            self.orders.reset(tenant);
+            self.stats.forget(tenant);
+        };
+        self.ledger.remove(whose, forget).map_err(|e| Error::Tenant(e.to_string()))?;
         Ok(dropped)
     }
 

@@ -101,7 +101,7 @@ impl Pool {
     /// live : {None, "freeze", "preempt"}, optional
     ///     How its live sequences go on. None: they are not touched. "freeze": from now on no new request of the tenant is
     ///     taken, and those that run may grow to the length they were admitted for, until `Tenant.thaw`, or until the plan is
-    ///     aborted or expires. "preempt": where cached pages are not enough some of them stop (`Pool.preempt`), and can be
+    ///     aborted or expires; not of the whole pool. "preempt": where cached pages are not enough some of them stop (`Pool.preempt`), and can be
     ///     resumed; where the host tier is full they are compressed or cut first, if that is allowed (`Pool.compress`,
     ///     `Pool.cut`).
     /// batch : Batch or list of Batch, optional

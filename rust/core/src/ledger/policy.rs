@@ -343,13 +343,13 @@ impl Ledger {
         Ok(())
     }
 
-    /// Take a tenant out of the tree.
+    /// Take a tenant out of the tree. `forget`: what else knows it by its id, before anybody gets that.
     ///
     /// # Errors
-    /// It has children or charges.
-    pub fn remove(&self, tenant: TenantId) -> Result<(), LedgerError> {
+    /// It has children or charges; it was removed.
+    pub fn remove(&self, tenant: TenantRef, forget: impl FnOnce()) -> Result<(), LedgerError> {
         let mut spare = self.tenants.lock();
-        self.known(tenant)?;
+        let tenant = self.still(tenant)?;
         let children = self.ids().filter(|&t| self.parent(t) == Some(tenant)).count() as u32;
         if children > 0 {
             return Err(LedgerError::HasChildren { children });
@@ -377,6 +377,7 @@ impl Ledger {
             book.tree.set_pin_budget(tenant, Units(0));
         }
         (0..RIGHTS).for_each(|depth| self.tenants.right(tenant, depth).put(0));
+        forget();
         spare.removed.push(tenant);
         self.tenants.live.minus(1);
         Ok(())

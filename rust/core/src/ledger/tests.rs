@@ -358,11 +358,14 @@ fn a_removed_tenant_leaves_nothing() {
     let org = tenant(&ledger, "org", 10, None);
     let user = ledger.create(org, "user", &policy(5, Some(50))).expect("fits");
     charge(&ledger, user, 1).expect("room");
-    assert_eq!(ledger.remove(org), Err(LedgerError::HasChildren { children: 1 }));
-    assert_eq!(ledger.remove(user), Err(LedgerError::NotEmpty { tier: DEV, charged: Units(1) }));
+    assert_eq!(ledger.remove(ledger.now(org), || ()), Err(LedgerError::HasChildren { children: 1 }));
+    assert_eq!(
+        ledger.remove(ledger.now(user), || ()),
+        Err(LedgerError::NotEmpty { tier: DEV, charged: Units(1) })
+    );
     charge(&ledger, user, 1).expect("as before");
     ledger.discharge(DEV, user, lane(5), Units(2));
-    ledger.remove(user).expect("its stocks are nobody's");
+    ledger.remove(ledger.now(user), || ()).expect("its stocks are nobody's");
     assert_eq!(charge(&ledger, user, 1).expect_err("gone").why, Why::Closed);
     assert_eq!((ledger.find("user"), ledger.name(user), ledger.policy(user)), (None, None, None));
     assert_eq!((ledger.len(), ledger.usage(DEV, ROOT).claim), (1, Units(10)));

@@ -229,6 +229,9 @@ fn a_freeze_is_undone_by_whoever_made_it() {
     assert!(pool.is_frozen(t));
     abort(&two);
     assert!(!pool.is_frozen(t));
+    // All of them at once: a tenant can be thawed.
+    let all = pool.reclaim(ROOT, 0, Live::Freeze, TTL, false);
+    assert!(matches!(all, Err(Error::Argument(_))));
     // Frozen by hand before, and meanwhile: one thaw is enough.
     pool.set_frozen(t, true).expect("it lives");
     let plan = freeze();

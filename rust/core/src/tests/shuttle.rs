@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use shuttle::thread;
 
-use super::build::{PAGE, batch, empty, host_pool, plain_tenant, pool, spec, tenant};
+use super::build::{PAGE, batch, empty, host_pool, options, plain_tenant, pool, spec, tenant};
 use crate::{
     batch::Batch,
     error::Error,
@@ -18,7 +18,7 @@ use crate::{
     hash::CallerKey,
     ledger::{Policy, ROOT},
     plan::Plan,
-    pool::Pool,
+    pool::{Options, Pool},
     preempt::{For, From, Wish},
     sequence::{Open, Sequence},
     spec::GroupKind::{Full, State, Window},
@@ -522,5 +522,31 @@ fn two_who_suspend_and_an_expiry() {
         sequence.close().expect("nobody else uses it");
         drop(mine);
         empty(&pool);
+    });
+}
+
+/// A tenant is removed twice while another one comes, which gets its id: that one keeps what it was given.
+#[test]
+fn a_tenant_goes_and_another_gets_its_id() {
+    check(|| {
+        let spec = spec(&[(Full, 1)]);
+        let options = Options { max_tenants: 1, ..options(&spec, 8) };
+        let pool = Arc::new(Pool::new(spec, &options).expect("a pool"));
+        let old = plain_tenant(&pool, "old");
+        let page = pool.spec().sizes()[0];
+        let first = spawn(&pool, move |pool| pool.remove_tenant(old).is_ok());
+        let second = spawn(&pool, move |pool| pool.remove_tenant(old).is_ok());
+        let new = pool.ledger().create(ROOT, "new", &Policy::default()).ok();
+        if let Some(new) = new {
+            let _ = pool.set_frozen(new, true);
+            let _ = pool.set_watermarks(new, Some((page, 2 * page)));
+        }
+        let removed = usize::from(done(first)) + usize::from(done(second));
+        let there = new.is_some_and(|new| pool.ledger().is_live(new));
+        // (A call that began when the new one was there has removed that.)
+        assert_eq!(removed, 1 + usize::from(new.is_some() && !there));
+        if there {
+            assert_eq!((pool.is_frozen(old), pool.watermarks(old)), (true, Some((page, 2 * page))));
+        }
     });
 }
