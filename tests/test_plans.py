@@ -289,6 +289,35 @@ def test_frozen():
     assert not batch.step().refused
     acme.freeze()
     assert (acme.frozen, org.frozen) == (True, False)
+    with pytest.raises(kvalloc.InvalidArgument, match="nobody could thaw"):
+        pool.reclaim(None, 0, live="freeze")
+
+
+def test_whoever_freezes_undoes_it():
+    pool = make_pool(16)
+    acme = pool.tenant("acme")
+    plan = pool.reclaim(acme, 0, live="freeze")
+    acme.thaw()
+    acme.freeze()
+    plan.abort()
+    assert acme.frozen
+    acme.thaw()
+    assert not acme.frozen
+
+
+def test_a_plan_is_nothing_to_who_gets_its_tenants_place():
+    pool = make_pool(16, max_tenants=2)
+    beta, acme = pool.tenant("beta"), pool.tenant("acme")
+    seq = pool.open(beta, ids(12 * TOKENS))
+    batch = pool.batch(1, 256)
+    batch.add(seq)
+    finish(batch)
+    batch.remove(seq)
+    plan = pool.top_up(acme, 8 * PAGE, live="preempt", sessions=[seq])
+    pool.remove_tenant(acme)
+    other = pool.tenant("other", reserve=2 * PAGE)
+    plan.commit()
+    assert (other.reserve, seq.state) == (2 * PAGE, "suspended")
 
 
 def test_watermarks():
