@@ -421,6 +421,22 @@ impl Pair {
         }
     }
 
+    /// What fits together is what one could be charged after the other, once nothing is cached.
+    fn check_fit(&self, tier: Tier) {
+        let model = &self.models[tier.as_usize()];
+        for one in 0..NODES {
+            let half = model.room(one) / 2;
+            let mut after = model.clone();
+            after.nodes[one].held += half;
+            for other in 0..NODES {
+                let most = after.room(other);
+                let fit = |n| self.ledger.fit(tier, &[(id(one), Units(half)), (id(other), Units(n))]);
+                assert_eq!(fit(most), Ok(()), "{half} of node {one} and {most} of node {other}");
+                assert!(fit(most + 1).is_err(), "{half} of node {one} and {most} + 1 of node {other}");
+            }
+        }
+    }
+
     /// What admission is told is what a charge gets once nothing is cached.
     fn check_room(&self, tier: Tier) {
         let model = &self.models[tier.as_usize()];
@@ -447,7 +463,10 @@ proptest! {
             pair.run(*tier, op);
             pair.check();
         }
-        Tier::ALL.into_iter().for_each(|tier| pair.check_room(tier));
+        for tier in Tier::ALL {
+            pair.check_room(tier);
+            pair.check_fit(tier);
+        }
         pair.check();
     }
 }

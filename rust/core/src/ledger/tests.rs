@@ -365,12 +365,24 @@ fn a_removed_tenant_leaves_nothing() {
     );
     charge(&ledger, user, 1).expect("as before");
     ledger.discharge(DEV, user, lane(5), Units(2));
-    ledger.remove(ledger.now(user), || ()).expect("its stocks are nobody's");
+    let old = ledger.now(user);
+    ledger.remove(old, || ()).expect("its stocks are nobody's");
+    assert_eq!(ledger.remove(old, || ()), Err(LedgerError::Unknown { tenant: user }));
     assert_eq!(charge(&ledger, user, 1).expect_err("gone").why, Why::Closed);
     assert_eq!((ledger.find("user"), ledger.name(user), ledger.policy(user)), (None, None, None));
     assert_eq!((ledger.len(), ledger.usage(DEV, ROOT).claim), (1, Units(10)));
     let again = ledger.create(ROOT, "again", &policy(3, None)).expect("the id is free");
     assert_eq!(again, user);
+    // What was meant for the first one does nothing to it.
+    let gone = Err(LedgerError::Unknown { tenant: user });
+    assert_eq!(
+        (ledger.shift_reserve(DEV, old, 4), ledger.recall(DEV, old, Units(1))),
+        (gone.clone(), gone.clone())
+    );
+    assert_eq!(
+        (ledger.remove(old, || ()), ledger.is_same(old), ledger.is_same(ledger.now(again))),
+        (gone, false, true)
+    );
     assert_eq!(ledger.usage(DEV, again), Usage { claim: Units(3), reserve: Units(3), ..Usage::default() });
     assert_eq!(ledger.usage(DEV, ROOT).claim, Units(13));
 }

@@ -215,19 +215,26 @@ impl Book {
     }
 
     fn fit_at_once(&self, charges: &[(TenantId, Units)]) -> Result<(), (TenantId, Obstacle)> {
-        // What the demand of each level grows by.
-        let mut grown: HashMap<TenantId, u64> = HashMap::new();
+        // What the demand of each level grows by, and what is charged below it.
+        let mut grown: HashMap<TenantId, (u64, u64)> = HashMap::new();
         for &(payer, units) in charges {
             let mut more = u64::from(units.0);
             for &level in self.tree.path(payer).iter() {
                 let (claim, limit) = (self.tree.claim(level), self.tree.usage(level).limit());
-                let grown = grown.entry(level).or_default();
+                let (grown, charged) = grown.entry(level).or_default();
                 let before = u64::from(claim.demand().0) + *grown;
-                let after = before + more;
                 *grown += more;
-                if after > u64::from(limit.0) {
+                *charged += u64::from(units.0);
+                let after = before + more;
+                let most = u64::from(limit.0);
+                // As in [`Self::room_at_once`].
+                let mut over = if more > 0 { after.saturating_sub(most) } else { 0 };
+                if units.0 > 0 && claim.claim() > limit {
+                    over = over.max((self.hard_below(level) + *charged).saturating_sub(most));
+                }
+                if over > 0 {
                     let why = if level == ROOT { Why::Claim } else { Why::Limit };
-                    let short = (after - u64::from(limit.0)).min(u64::from(u32::MAX)) as u32;
+                    let short = over.min(u64::from(u32::MAX)) as u32;
                     return Err((payer, Obstacle { level, why, short, limit }));
                 }
                 // Inside the level's reserve nothing is asked of the levels above.
