@@ -151,8 +151,8 @@ impl Pool {
     /// Raises
     /// ------
     /// OutOfPages
-    ///     It can only be swapped, and the host tier has no room. It runs on, and keeps its row unless that room turned out to
-    ///     lie in pieces.
+    ///     It can only be swapped, and the host tier has no room. It runs on in its row (out of it where another thread took the
+    ///     room at that moment).
     /// InvalidArgument
     ///     It does not run, or stands in another batch.
     /// SequenceBusy, ClosedError, WrongPool

@@ -79,7 +79,7 @@ fn a_limit_of_the_host_tier_bounds_that_one_alone() {
         host(1).expect("below it");
         ledger.discharge(Tier::Host, user, lane(0), Units(20));
         ledger.discharge(DEV, user, lane(0), Units(5));
-        ledger.remove(user).expect("empty");
+        ledger.remove(ledger.now(user), || ()).expect("empty");
     }
 }
 
