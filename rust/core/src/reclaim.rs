@@ -115,7 +115,7 @@ impl Pool {
     /// A plan by which `bytes` of the subtree of `tenant` come back. With `dry` nothing is changed.
     ///
     /// # Errors
-    /// Closed; no such tenant; a freeze of all tenants, which nobody could thaw; batches or sequences of another pool.
+    /// Closed; no such tenant; batches or sequences of another pool.
     pub fn reclaim(
         self: &Arc<Self>,
         tenant: TenantId,
@@ -126,11 +126,6 @@ impl Pool {
     ) -> Result<Built, Error> {
         self.check_open()?;
         self.check_level(tenant)?;
-        if tenant == ROOT && matches!(live, Live::Freeze) {
-            return Err(Error::Argument(
-                "live is \"freeze\" for the whole pool, which nobody could thaw; freeze tenants, each or one above them".into(),
-            ));
-        }
         self.build(Plan::new(Kind::Reclaim, tenant, bytes), ttl_ms, dry, |build| {
             let usage = self.ledger.subtree_usage(Tier::Device, tenant);
             build.plan.pinned = self.bytes(usage.pinned.0);

@@ -101,9 +101,9 @@ impl Pool {
     /// live : {None, "freeze", "preempt"}, optional
     ///     How its live sequences go on. None: they are not touched. "freeze": from now on no new request of the tenant is
     ///     taken, and those that run may grow to the length they were admitted for, until `Tenant.thaw`, or until the plan is
-    ///     aborted or expires; not of the whole pool. "preempt": where cached pages are not enough some of them stop
-    ///     (`Pool.preempt`), and can be resumed; where the host tier is full they are compressed or cut first, if that is
-    ///     allowed (`Pool.compress`, `Pool.cut`).
+    ///     aborted or expires (of the whole pool: until it ends, committed or not). "preempt": where cached pages are not enough
+    ///     some of them stop (`Pool.preempt`), and can be resumed; where the host tier is full they are compressed or cut first,
+    ///     if that is allowed (`Pool.compress`, `Pool.cut`).
     /// batch : Batch or list of Batch, optional
     ///     With "preempt": whose rows may be taken.
     /// sessions : list of Sequence, optional

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | [`Pool::set_frozen`] | it is thawed |
 //! | a plan with [`Live::Freeze`](super::Live::Freeze) | it comes to nothing; if it is committed, until it is thawed |
+//! | such a plan of the root's | it ends, one way or the other: nobody could thaw the root |
 //!
 //! A tenant is frozen as long as one of them freezes it, and no end of a plan undoes what another one did, before or after
 //! it. A thaw ends all of them, those of plans that are open too. So does the removal of the tenant, and who has its id then
@@ -18,6 +19,7 @@ mod models;
 
 use crate::{
     error::{Error, Refusal, Why},
+    ledger::ROOT,
     plan::Ending,
     pool::Pool,
     sync::{Atom, AtomicU64, Words},
@@ -94,7 +96,7 @@ pub(super) struct Freezing {
 
 impl Ending for Freezing {
     fn settle(&mut self, pool: &Pool, state: State) {
-        pool.freezes.end(self, state == State::Committed);
+        pool.freezes.end(self, state == State::Committed && self.tenant != ROOT);
     }
 }
 

@@ -229,9 +229,17 @@ fn a_freeze_is_undone_by_whoever_made_it() {
     assert!(pool.is_frozen(t));
     abort(&two);
     assert!(!pool.is_frozen(t));
-    // All of them at once: a tenant can be thawed.
-    let all = pool.reclaim(ROOT, 0, Live::Freeze, TTL, false);
-    assert!(matches!(all, Err(Error::Argument(_))));
+    // All of them at once, for as long as the plan is open: nobody can thaw the root.
+    for commit in [false, true] {
+        let (all, _) = pool.reclaim(ROOT, 0, Live::Freeze, TTL, false).expect("a plan");
+        assert!(pool.is_frozen(t));
+        if commit {
+            pool.commit_plan(&all).expect("open");
+        } else {
+            abort(&all);
+        }
+        assert!(!pool.is_frozen(t));
+    }
     // Frozen by hand before, and meanwhile: one thaw is enough.
     pool.set_frozen(t, true).expect("it lives");
     let plan = freeze();
