@@ -42,8 +42,8 @@
 //!
 //! A QUEUED page stands in one queue of its payer or ahead of them, or in the hand of one thread inside [`Orders::victims`],
 //! [`Orders::enqueue`] or [`Orders::relist`]. A thread that stops with some pages in its hand keeps these few from being evicted,
-//! and stops nobody: hits, releases and the other pages go on. Two hands in one order share its pages; who meets a page whose child the other has
-//! sets it aside. Who gets a page from `victims` owns it LEAVING.
+//! and stops nobody: hits, releases and the other pages go on. Two hands in one order share its pages; who meets a page whose
+//! child the other has sets it aside. Who gets a page from `victims` owns it LEAVING.
 //!
 //! A cached page that is not QUEUED was set aside: it has a child in the index, or is LEASED, or the thread that has just changed
 //! that is about to put it back. Whoever sets a page aside, takes its last child away or ends its lease looks at both words
