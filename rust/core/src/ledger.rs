@@ -246,15 +246,13 @@ impl Ledger {
         self.book(tier).room(tenant, want)
     }
 
-    /// Whether all of this could be charged, each to its payer, once cached pages that are in the way have gone.
+    /// Whether all of this could be charged, each to its payer; with `emptied` once cached pages that are in the way have gone.
     ///
     /// # Errors
-    /// The first payer that it does not fit for, and the level.
-    pub fn fit(&self, tier: Tier, charges: &[(TenantId, Units)]) -> Result<(), Refused> {
-        self.book(tier).fit(charges).map_err(|(payer, obstacle)| {
-            let asked = charges.iter().map(|c| c.1.0).fold(0, u32::saturating_add);
-            refused(tier, payer, Units(asked), obstacle)
-        })
+    /// The first payer that it does not fit for, and the level: of what was asked there up to then.
+    pub fn fit(&self, tier: Tier, charges: &[(TenantId, Units)], emptied: bool) -> Result<(), Refused> {
+        let fit = self.book(tier).fit(charges, emptied);
+        fit.map_err(|(payer, asked, obstacle)| refused(tier, payer, asked, obstacle))
     }
 
     /// Whose cached pages go first, of the subtree of `level`, leaving out whom `skip` names. Reads a line per tenant.

@@ -143,9 +143,11 @@ pub(crate) struct Build<'a> {
     pub(crate) plan: Plan,
     /// Only ask: take no row, no lease and no place.
     dry: bool,
+    /// What is lost in the host tier counts as room: it is not looked at closely, nor does it go.
+    lost: bool,
     pub(crate) endings: Vec<Box<dyn Ending>>,
     sequences: Vec<Arc<Sequence>>,
-    /// Of a dry one: the pages that it would take, and what it would take to the host tier.
+    /// Of a dry one: the pages that it would take.
     spoken: HashSet<PageId>,
     /// Of a dry one: what would go to the host tier.
     away: Away,
@@ -341,7 +343,12 @@ impl<'a> Build<'a> {
     pub(crate) fn new(pool: &'a Arc<Pool>, lane: Lane, plan: Plan, dry: bool) -> Self {
         let (endings, sequences) = (Vec::new(), Vec::new());
         let (spoken, away) = (HashSet::new(), Away::default());
-        Self { pool, lane, plan, dry, endings, sequences, spoken, away }
+        Self { pool, lane, plan, dry, lost: dry, endings, sequences, spoken, away }
+    }
+
+    /// Only to ask, but as exactly as who does it: what is lost in the host tier and in the way goes, or is no room.
+    pub(crate) fn exact(pool: &'a Arc<Pool>, lane: Lane, plan: Plan) -> Self {
+        Self { lost: false, ..Self::new(pool, lane, plan, true) }
     }
 
     pub(crate) fn is_dry(&self) -> bool {
@@ -447,7 +454,7 @@ impl<'a> Build<'a> {
     fn finds_host_full(&mut self, tenant: TenantId) -> bool {
         let (pool, mut away) = (self.pool, self.away.clone());
         pool.groups.iter().for_each(|group| away.add(tenant, pool.classes[group.class.as_usize()]));
-        pool.check_host(&away, true).inspect_err(|refusal| self.plan.tell_host_full(refusal.level)).is_err()
+        self.check_away(&away).is_err()
     }
 
     /// How a sequence would stop at this moment, and what this plan would have in the host tier then; the plan says where that has
@@ -464,16 +471,21 @@ impl<'a> Build<'a> {
                 away.add(pool.pages.payer(page.id), pool.class_at(at));
             }
         }
+        match self.check_away(&away) {
+            Ok(()) => Ok((Mode::Swap, away)),
+            Err(refusal) if !may_compute(wish, survey) => Err(refusal),
+            Err(_) => Ok((Mode::Recompute, self.away.clone())),
+        }
+    }
+
+    /// Whether the host tier has room for all this; the plan says where it has none.
+    fn check_away(&mut self, away: &Away) -> Result<(), Refusal> {
         loop {
-            let Err(refusal) = pool.check_host(&away, self.dry) else { return Ok((Mode::Swap, away)) };
-            if !self.dry && pool.drop_lost_pages(self.lane) > 0 {
-                continue;
-            }
-            self.plan.tell_host_full(refusal.level);
-            if !may_compute(wish, survey) {
+            let Err(refusal) = self.pool.check_host(away, self.lost) else { return Ok(()) };
+            if self.lost || self.pool.drop_lost_pages(self.lane) == 0 {
+                self.plan.tell_host_full(refusal.level);
                 return Err(refusal);
             }
-            return Ok((Mode::Recompute, self.away.clone()));
         }
     }
 

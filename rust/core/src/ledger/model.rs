@@ -430,7 +430,7 @@ impl Pair {
             after.nodes[one].held += half;
             for other in 0..NODES {
                 let most = after.room(other);
-                let fit = |n| self.ledger.fit(tier, &[(id(one), Units(half)), (id(other), Units(n))]);
+                let fit = |n| self.ledger.fit(tier, &[(id(one), Units(half)), (id(other), Units(n))], true);
                 assert_eq!(fit(most), Ok(()), "{half} of node {one} and {most} of node {other}");
                 assert!(fit(most + 1).is_err(), "{half} of node {one} and {most} + 1 of node {other}");
             }

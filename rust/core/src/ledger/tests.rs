@@ -530,3 +530,28 @@ fn a_busy_tenant_can_be_read() {
     });
     assert_eq!(ledger.usage(DEV, t).held, Units(100));
 }
+
+/// What does not fit together is told at the level where it does not, with what was asked there; cached units are in the way
+/// of what can't wait until they have gone.
+#[test]
+fn what_fits_together() {
+    let l = Ledger::new([Units(100); 2], 8, Units(4)).expect("a ledger");
+    let limit = |n| Policy { limit: [None, Some(Units(n))], ..Policy::default() };
+    let org = l.create(ROOT, "org", &limit(9)).expect("a tenant");
+    let [a, b, c] = ["a", "b", "c"].map(|name| l.create(org, name, &limit(5)).expect("a tenant"));
+    let fit = |charges: &[(TenantId, u32)], emptied| {
+        let charges: Vec<_> = charges.iter().map(|&(t, n)| (t, Units(n))).collect();
+        let refused = l.fit(Tier::Host, &charges, emptied).err();
+        refused.map(|r| (r.tenant, r.level, r.asked.0, r.room.0, r.limit.0))
+    };
+    assert_eq!(fit(&[(a, 5), (b, 4)], true), None);
+    // Of the three the second is the first that does not fit, and the third was not asked for by then.
+    assert_eq!(fit(&[(a, 5), (b, 5), (c, 5)], true), Some((b, org, 10, 9, 9)));
+    assert_eq!(fit(&[(org, 3), (a, 6)], true), Some((a, a, 6, 5, 5)), "nothing of the level above it");
+    l.charge(Tier::Host, a, Lane(0), Units(2)).expect("there is room");
+    l.park(Tier::Host, a, Units(2));
+    assert_eq!((fit(&[(a, 5)], true), fit(&[(a, 3)], false)), (None, None));
+    assert_eq!(fit(&[(a, 4)], false), Some((a, a, 4, 3, 5)));
+    assert_eq!(fit(&[(b, 4), (c, 4)], false), Some((c, org, 8, 7, 9)));
+    assert_eq!(l.charge(Tier::Host, a, Lane(0), Units(4)).expect_err("no room").room, Units(3));
+}

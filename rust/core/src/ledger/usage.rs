@@ -203,39 +203,51 @@ impl Book {
         }
     }
 
-    /// Whether all of this could be charged, each to its payer, once cached pages in the way have gone; else the payer and the
-    /// level that stand for what does not fit. Stocks that are in the way are given back first.
-    pub(super) fn fit(&self, charges: &[(TenantId, Units)]) -> Result<(), (TenantId, Obstacle)> {
+    /// Whether all of this could be charged, each to its payer, with `emptied` once cached pages in the way have gone; else the
+    /// payer and the level that stand for what does not fit, and what is asked there by then. Stocks that are in the way are
+    /// given back first.
+    pub(super) fn fit(
+        &self,
+        charges: &[(TenantId, Units)],
+        emptied: bool,
+    ) -> Result<(), (TenantId, Units, Obstacle)> {
         loop {
-            match self.fit_at_once(charges) {
-                Err((_, obstacle)) if self.drain(obstacle.level) => {}
+            match self.fit_at_once(charges, emptied) {
+                Err((.., obstacle)) if self.drain(obstacle.level) => {}
                 answer => return answer,
             }
         }
     }
 
-    fn fit_at_once(&self, charges: &[(TenantId, Units)]) -> Result<(), (TenantId, Obstacle)> {
+    fn fit_at_once(
+        &self,
+        charges: &[(TenantId, Units)],
+        emptied: bool,
+    ) -> Result<(), (TenantId, Units, Obstacle)> {
+        let units = |n: u64| Units(u32::try_from(n).unwrap_or(u32::MAX));
         // What the demand of each level grows by, and what is charged below it.
         let mut grown: HashMap<TenantId, (u64, u64)> = HashMap::new();
-        for &(payer, units) in charges {
-            let mut more = u64::from(units.0);
+        for &(payer, n) in charges {
+            let mut more = u64::from(n.0);
             for &level in self.tree.path(payer).iter() {
-                let (claim, limit) = (self.tree.claim(level), self.tree.usage(level).limit());
+                let (claim, usage) = (self.tree.claim(level), self.tree.usage(level));
                 let (grown, charged) = grown.entry(level).or_default();
                 let before = u64::from(claim.demand().0) + *grown;
                 *grown += more;
-                *charged += u64::from(units.0);
+                *charged += u64::from(n.0);
                 let after = before + more;
-                let most = u64::from(limit.0);
+                let most = u64::from(usage.limit().0);
                 // As in [`Self::room_at_once`].
                 let mut over = if more > 0 { after.saturating_sub(most) } else { 0 };
-                if units.0 > 0 && claim.claim() > limit {
+                if n.0 > 0 && !emptied {
+                    over = over.max((u64::from(usage.charged().0) + *charged).saturating_sub(most));
+                } else if n.0 > 0 && claim.claim() > usage.limit() {
                     over = over.max((self.hard_below(level) + *charged).saturating_sub(most));
                 }
                 if over > 0 {
                     let why = if level == ROOT { Why::Claim } else { Why::Limit };
-                    let short = over.min(u64::from(u32::MAX)) as u32;
-                    return Err((payer, Obstacle { level, why, short, limit }));
+                    let obstacle = Obstacle { level, why, short: units(over).0, limit: usage.limit() };
+                    return Err((payer, units(*charged), obstacle));
                 }
                 // Inside the level's reserve nothing is asked of the levels above.
                 let kept = u64::from(claim.kept().0);

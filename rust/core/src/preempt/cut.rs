@@ -184,9 +184,8 @@ impl Build<'_> {
         back += self.cut_pages(tenant, bytes - back, from, true, &mut surplus)?;
         let missing = bytes - back;
         if whole && !self.dry {
-            // Ask first: a row that was taken can't be put back. Without what is lost, which nobody can tell the place of.
-            while pool.drop_lost_pages(self.lane) > 0 {}
-            let mut ask = Build::new(pool, self.lane, Plan::new(self.plan.kind, tenant, missing), true);
+            // Ask first: a row that was taken can't be put back.
+            let mut ask = Build::exact(pool, self.lane, Plan::new(self.plan.kind, tenant, missing));
             let more = ask.stop_victims(tenant, missing, from, wish, &mut surplus.clone())?;
             if more < missing {
                 return Ok(back + more);

@@ -125,7 +125,7 @@ impl Pool {
     /// their sizes. With `lost`, what is lost there counts as room, as far as can be told without a look at each: some of it may
     /// have to stay for others that continue it, or lie where it serves other sizes.
     pub(super) fn check_host(&self, away: &Away, lost: bool) -> Result<(), Refusal> {
-        self.ledger.fit(Tier::Host, &away.charges).map_err(|refused| self.refusal(refused))?;
+        self.ledger.fit(Tier::Host, &away.charges, lost).map_err(|refused| self.refusal(refused))?;
         let arena = self.arena(Tier::Host);
         if arena.fits(&away.frames) {
             return Ok(());

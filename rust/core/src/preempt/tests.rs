@@ -9,7 +9,7 @@ use crate::{
     spec::GroupKind::{Full, State as Fixed, Window},
     stats::Counter,
     tests::build::{
-        PAGE, batch, empty, green, host_pool, plain_tenant, run, small_spec, spec, specs, tenant,
+        PAGE, batch, empty, green, host_pool, plain_tenant, relocate, run, small_spec, spec, specs, tenant,
     },
     word::{FrameId, GroupId, Units, page::Location, plan::State as PlanState},
 };
@@ -977,6 +977,58 @@ fn victims_across_tenants() {
     let next = pool.preempt(heavy_id, pool.bytes(99), from, Wish::Auto, TTL, true).expect("sound");
     assert!(!numbers(&next.1).contains(&h[7]) && !numbers(&next.1).contains(&h[0]));
     [low, over, heavy].iter().flatten().for_each(|s| close(s));
+    drop(mine);
+    empty(&pool);
+}
+
+/// What is lost in the host tier and can't end yet, for a copy uses a page that continues it, is in the way as what is held is:
+/// who finds no place beside it keeps its row.
+#[test]
+fn what_is_lost_and_stays_is_no_room() {
+    let pool = host_pool(spec(&[(Full, 1)]), 20, 20);
+    let [t, other] = ["t", "other"].map(|name| plain_tenant(&pool, name));
+    let mine = batch(&pool, 3, 64);
+    let first = computed(&pool, &mine, t, 0..9);
+    let child = computed(&pool, &mine, t, 0..13);
+    let last = child.pages(G).expect("free").1[2].0;
+    close(&child);
+    commit(&pool, &pool.offload(&first, TTL, false).expect("there is room"));
+    let third = open(&pool, t, 100..109);
+    mine.add(&third).expect("a row");
+    run(&mine, 1);
+    relocate(&pool, last, |_, _| {
+        close(&first);
+        let lost = pool.ledger().usage(Tier::Host, t);
+        assert_eq!((lost.cached, lost.held, pool.drop_lost_pages(Lane(0))), (Units(2), Units(0), 0));
+        pool.ledger().set_policy(t, &host_limit(4)).expect("a sound policy");
+        match pool.suspend(&third, Wish::SwapOnly, Some(&mine), TTL, false).map(drop) {
+            Err(Error::Refused(r)) => assert_eq!(
+                (r.tier, r.why, r.level, r.asked, r.room),
+                (Tier::Host, Why::Limit, t, pool.bytes(3), pool.bytes(2))
+            ),
+            built => panic!("{built:?}"),
+        }
+        assert_eq!((mine.rows(), third.state()), (Ok(1), Ok(State::Running)));
+        // Nor does a top-up take anybody's for which two would have to stop, and one of them has a place.
+        let more = [200, 300].map(|first| open(&pool, t, first..first + 9));
+        more.iter().for_each(|s| _ = mine.add(s).expect("a row"));
+        run(&mine, 1);
+        pool.ledger().set_policy(t, &host_limit(7)).expect("a sound policy");
+        let from = From { batches: &[&mine], sessions: &[], who: For::Anybody };
+        let live = crate::reclaim::Live::Preempt(from, Wish::SwapOnly);
+        pool.ledger().drain(Tier::Device);
+        let claim = pool.ledger().usage(Tier::Device, ROOT).claim;
+        let asked = pool.bytes(pool.ledger().capacity(Tier::Device).0 - claim.0 + 4);
+        assert!(pool.top_up(other, asked, live, 9, TTL, true).is_ok(), "a dry run does not look closely");
+        let short = pool.top_up(other, asked, live, 9, TTL, false).map(drop);
+        assert!(matches!(short, Err(Error::Plan(Fault::Short { .. }))), "{short:?}");
+        assert_eq!(mine.rows(), Ok(3));
+        more.iter().for_each(|s| close(s));
+    })
+    .expect("a frame is free");
+    pool.ledger().set_policy(t, &host_limit(3)).expect("a sound policy");
+    commit(&pool, &pool.suspend(&third, Wish::SwapOnly, Some(&mine), TTL, false).expect("it fits now"));
+    close(&third);
     drop(mine);
     empty(&pool);
 }
