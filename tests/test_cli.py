@@ -569,7 +569,12 @@ def test_plan_reclaims_from_all_or_one(run, live):
 
 def test_a_plan_tells_where_the_host_tier_had_no_room():
     spec = kvalloc.KVSpec.uniform(layers=2, kv_heads=2, head_dim=64)
-    for host, limit, text in (("4MiB", 0, "host limit of acme"), (0, None, "all of it is in use")):
+    cases = (
+        ("4MiB", 0, "host limit of acme"),
+        ("64KiB", None, "the tier itself"),
+        (0, None, "there is none"),
+    )
+    for host, limit, text in cases:
         pool = kvalloc.Pool(spec, "4MiB", host)
         batch, sequence = pool.batch(1, 512), pool.open(pool.tenant("acme", host_limit=limit), range(120))
         batch.add(sequence)

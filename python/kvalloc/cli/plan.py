@@ -140,9 +140,8 @@ def print_plan(plan: kvalloc.Plan, pool: kvalloc.Pool, console: Console) -> None
         if count or name == "missing":
             table.add_row(name, format_bytes(count))
     if plan.host_full:
-        levels = [
-            "all of it is in use" if level is None else f"host limit of {level}" for level in plan.host_full
-        ]
+        tier = "the tier itself" if pool.host_bytes else "there is none"
+        levels = [tier if level is None else f"host limit of {level}" for level in plan.host_full]
         table.add_row("no room in the host tier", ", ".join(levels))
     if len(plan.moves):
         table.add_row("pages moved", f"{len(plan.moves):,}")

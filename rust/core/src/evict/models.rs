@@ -392,6 +392,49 @@ fn hands_at_what_is_ahead() {
     });
 }
 
+/// Two hands at one prompt, whose pages each wait for the one behind them, while it is hit and let go: each page leaves
+/// once, and what both hands have left is still in the order. (Too many steps for loom.)
+#[cfg(kvalloc_shuttle)]
+#[test]
+fn two_hands_at_a_prompt() {
+    model(|| {
+        let books = Books::held(4);
+        let parent = |id: PageId| {
+            let before = id.0.checked_sub(1)?;
+            Some(PageRef { id: PageId(before), generation: Generation(0) })
+        };
+        (0..3).for_each(|id| assert!(books.pages.add_child(PageId(id))));
+        // As sequences let go of them.
+        (0..4).rev().for_each(|id| books.release(id));
+        let take = move |books: &Books, now, n| {
+            let mut left = vec![];
+            books.orders.victims(&books.pages, TENANT, now, n, |id, word| {
+                assert!(word.is_leaving());
+                left.push(id.0);
+                books.pages.transit(id, |w| w.retire()).expect("it is leaving");
+                parent(id)
+            });
+            left
+        };
+        let other = Books::spawn(&books, move |books| take(books, Some(0), 2));
+        let third = Books::spawn(&books, |books| {
+            if books.hit(0) && books.hit(1) {
+                books.release(1);
+                books.release(0);
+            } else if books.pages.read(PageId(0)).is_held() {
+                books.release(0);
+            }
+        });
+        let mine = take(&books, Some(0), 2);
+        let theirs = other.join().expect("no panic");
+        third.join().expect("no panic");
+        // Whoever was in the other's hand, or was hit, may stay for now.
+        let rest = take(&books, None, usize::MAX);
+        assert_eq!(sorted([mine, theirs, rest].concat()), [0, 1, 2, 3]);
+        assert_eq!(books.orders.queued(TENANT), Queued::default());
+    });
+}
+
 /// Two hands that take all at once, while a run is put in.
 #[test]
 fn runs_beside_runs() {
