@@ -447,6 +447,10 @@ impl Pair {
             let unreclaimed = Model::path(at).map(|l| model.limit(l).saturating_sub(model.charged(l)));
             let unreclaimed = unreclaimed.min().unwrap_or(0);
             assert_eq!(room.unreclaimed.0 > 0, room.now.0 > 0 && unreclaimed > 0, "node {at}");
+            // Beside what is cached there is what can be charged at once.
+            let (fit, most) =
+                (|n| self.ledger.fit(tier, &[(id(at), Units(n))], false), right.min(unreclaimed));
+            assert_eq!((fit(most), fit(most + 1).is_err()), (Ok(()), true), "{most} of node {at}");
         }
     }
 }
