@@ -391,7 +391,7 @@ impl Orders {
 
     /// Take the pages that are off the device, held by nobody and continued by nothing out of a tenant's order, wherever
     /// they stand, and those on the device that continue one of them, which nobody can reach either: `out` gets each as from
-    /// [`Self::victims`]. The others keep their places. One round.
+    /// [`Self::victims`]. The others keep their places, but for those that were ahead. One round.
     pub(crate) fn drain_away(
         &self,
         pages: &Pages,

@@ -138,7 +138,7 @@ impl Pool {
             let missing = bytes.saturating_sub(self.bytes(free));
             let back = match live {
                 Live::Freeze if !dry => {
-                    build.endings.push(Box::new(self.freeze_for_plan(tenant)));
+                    self.freeze_for_plan(build, tenant)?;
                     0
                 }
                 Live::Preempt(from, wish) if missing > 0 => {
@@ -361,8 +361,12 @@ impl Pool {
                 )));
             }
         };
-        self.marks[tenant.as_usize()].put(word);
-        Ok(())
+        self.note(tenant, || self.marks[tenant.as_usize()].put(word))
+    }
+
+    /// What everybody forgets of a tenant that is removed.
+    fn note(&self, tenant: TenantId, f: impl FnOnce()) -> Result<(), Error> {
+        if self.ledger.note(tenant, f) { Ok(()) } else { Err(Error::UnknownTenant(tenant.to_string())) }
     }
 
     /// The marks of a tenant in bytes, low and high.

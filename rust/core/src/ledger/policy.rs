@@ -401,6 +401,17 @@ impl Ledger {
         self.is_live(tenant.id) && self.now(tenant.id) == tenant
     }
 
+    /// Write down something about a tenant that is forgotten with it ([`Self::remove`]), or about the root: whether it is there,
+    /// and so whether `f` was done.
+    pub(crate) fn note(&self, tenant: TenantId, f: impl FnOnce()) -> bool {
+        let _lock = self.tenants.lock();
+        let there = tenant == ROOT || self.is_live(tenant);
+        if there {
+            f();
+        }
+        there
+    }
+
     /// Under the lock, so that it stays.
     fn still(&self, tenant: TenantRef) -> Result<TenantId, LedgerError> {
         self.known(tenant.id)?;

@@ -22,6 +22,7 @@ use crate::{
     ledger::ROOT,
     plan::Ending,
     pool::Pool,
+    preempt::Build,
     sync::{Atom, AtomicU64, Words},
     word::{TenantId, Tier, freeze::FreezeWord, plan::State},
 };
@@ -107,12 +108,7 @@ impl Pool {
     /// No such tenant.
     pub fn set_frozen(&self, tenant: TenantId, frozen: bool) -> Result<(), Error> {
         self.check_tenant(tenant)?;
-        if frozen {
-            self.freezes.freeze(tenant);
-        } else {
-            self.thaw(tenant);
-        }
-        Ok(())
+        self.note(tenant, || if frozen { self.freezes.freeze(tenant) } else { self.thaw(tenant) })
     }
 
     /// Nothing freezes it any more.
@@ -121,8 +117,11 @@ impl Pool {
     }
 
     /// Freeze a tenant until the plan that is being built ends, and beyond that if it is committed.
-    pub(super) fn freeze_for_plan(&self, tenant: TenantId) -> Freezing {
-        self.freezes.begin(tenant)
+    ///
+    /// # Errors
+    /// No such tenant.
+    pub(super) fn freeze_for_plan(&self, build: &mut Build<'_>, tenant: TenantId) -> Result<(), Error> {
+        self.note(tenant, || build.endings.push(Box::new(self.freezes.begin(tenant))))
     }
 
     /// Whether a tenant or one above it is frozen.

@@ -525,6 +525,28 @@ fn two_who_suspend_and_an_expiry() {
     });
 }
 
+/// A tenant goes while it is frozen and gets watermarks: who has its id afterwards has neither.
+#[test]
+fn what_is_said_of_a_tenant_that_goes_is_forgotten() {
+    check(|| {
+        let spec = spec(&[(Full, 1)]);
+        let options = Options { max_tenants: 1, ..options(&spec, 8) };
+        let pool = Arc::new(Pool::new(spec, &options).expect("a pool"));
+        let old = plain_tenant(&pool, "old");
+        let page = pool.spec().sizes()[0];
+        let other = spawn(&pool, move |pool| {
+            let frozen = pool.set_frozen(old, true).is_ok();
+            let marked = pool.set_watermarks(old, Some((page, 2 * page))).is_ok();
+            assert!(frozen || !marked, "who has gone does not come back");
+        });
+        pool.remove_tenant(old).expect("nothing is held");
+        done(other);
+        assert_eq!((pool.is_frozen(old), pool.watermarks(old)), (false, None));
+        assert_eq!(plain_tenant(&pool, "new"), old);
+        assert!(!pool.is_frozen(old));
+    });
+}
+
 /// A tenant is removed twice while another one comes, which gets its id: that one keeps what it was given.
 #[test]
 fn a_tenant_goes_and_another_gets_its_id() {
