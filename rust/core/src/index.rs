@@ -131,7 +131,7 @@ impl Wanted<'_> {
 }
 
 #[inline]
-fn can_hit(word: PageWord) -> bool {
+pub(crate) fn can_hit(word: PageWord) -> bool {
     has_names(word) && !word.is_away()
 }
 

@@ -12,7 +12,7 @@
 
 use crate::{
     hash::ChainKey,
-    index::{AHEAD, Hints, Parent, Wanted, page_before},
+    index::{AHEAD, Hints, Parent, Wanted, can_hit, page_before},
     pool::{Pool, Scratch},
     spec::GroupKind,
     word::{GroupId, Lane, PageRef, TenantId},
@@ -299,8 +299,8 @@ impl Pool {
     }
 
     /// The page `last` of the chain may continue a copy of the page before it: then the chain goes over the copy. So whoever
-    /// holds a page holds what it continues, and nothing that is cached is kept there by what is held. Pages from `start` on
-    /// are in `found` and not held yet.
+    /// holds a page holds what it continues, and nothing that is cached is kept there by what is held; but for a copy that is off
+    /// the device, which can't be hit. Pages from `start` on are in `found` and not held yet.
     fn follow_back(
         &self,
         lane: Lane,
@@ -312,6 +312,7 @@ impl Pool {
         while last > 0
             && let Some(before) = page_before(&self.pages, chain.seen[last])
             && before != chain.seen[last - 1]
+            && can_hit(self.pages.read(before.id))
         {
             last -= 1;
             let copy = std::mem::replace(&mut chain.seen[last], before);

@@ -496,6 +496,27 @@ fn closed_in_every_state() {
     }
 }
 
+/// A copy's end is cached, and the copy itself is off the device: the prefix that is there is hit all the same.
+#[test]
+fn what_continues_a_copy_that_is_away() {
+    let pool = host_pool(spec(&[(Full, 1)]), 12, 12);
+    let t = plain_tenant(&pool, "t");
+    let mine = batch(&pool, 2, 64);
+    let [one, two] = [9, 13].map(|n| open(&pool, t, 0..n));
+    [&one, &two].iter().for_each(|s| _ = mine.add(s).expect("a row"));
+    run(&mine, 1);
+    [&one, &two].iter().for_each(|s| _ = mine.remove(s).expect("it has a row"));
+    two.truncate(8).expect("there are more");
+    commit(&pool, &pool.offload(&two, TTL, false).expect("there is room"));
+    let next = open(&pool, t, 0..13);
+    // (The page behind them continues the copy, and is theirs too.)
+    assert_eq!(next.counts().expect("free").cached, 12);
+    green(&pool);
+    [&one, &two, &next].iter().for_each(|s| close(s));
+    drop(mine);
+    empty(&pool);
+}
+
 #[test]
 fn closed_off_the_device() {
     for (name, spec) in specs() {
