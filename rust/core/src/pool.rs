@@ -79,7 +79,7 @@ pub(crate) struct GroupInfo {
 }
 
 /// What the pool needs of a page class on the hot path.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ClassInfo {
     pub(crate) group: GroupId,
     pub(crate) size: SizeId,

@@ -60,7 +60,7 @@ use crate::{
     error::{Error, Refusal},
     ledger::ROOT,
     plan::{Draft, Ending, Fate, Kind, Move, Plan, TakenRow, Victim},
-    pool::{Pool, Scratch},
+    pool::{ClassInfo, Pool, Scratch},
     prefix::Prompt,
     sequence::{Body, Mode, Place, Sequence, State, try_lock},
     sync::Atom,
@@ -450,40 +450,47 @@ impl<'a> Build<'a> {
         Ok(())
     }
 
-    /// Whether pages of a tenant have no place in the host tier, one of each group; the plan says where.
-    fn finds_host_full(&mut self, tenant: TenantId) -> bool {
-        let (pool, mut away) = (self.pool, self.away.clone());
-        pool.groups.iter().for_each(|group| away.add(tenant, pool.classes[group.class.as_usize()]));
-        self.check_away(&away).is_err()
+    /// Who pays for the pages that a sequence would take to the host tier, and what they are there.
+    fn takes_along(&self, body: &Body) -> impl Iterator<Item = (TenantId, ClassInfo)> {
+        let (pool, spoken) = (self.pool, &self.spoken);
+        body.held_pages(pool).into_iter().filter_map(move |page| {
+            let at = pool.pages.location(page.id);
+            let here = at.tier() == Some(Tier::Device) && !at.is_gone();
+            let goes = here && pool.pages.read(page.id).pins() == 0 && pool.is_private(page, spoken);
+            goes.then(|| (pool.pages.payer(page.id), pool.class_at(at)))
+        })
+    }
+
+    /// Where the host tier has no place for one page of each kind that a sequence would take there.
+    fn finds_host_full(&self, body: &Body) -> Option<TenantId> {
+        let (mut away, mut kinds) = (self.away.clone(), Vec::new());
+        for kind in self.takes_along(body) {
+            if !kinds.contains(&kind) {
+                kinds.push(kind);
+                away.add(kind.0, kind.1);
+            }
+        }
+        self.check_away(&away).err().map(|refusal| refusal.level)
     }
 
     /// How a sequence would stop at this moment, and what this plan would have in the host tier then; the plan says where that has
     /// no place.
     fn way(&mut self, body: &Body, wish: Wish, survey: &Survey) -> Result<(Mode, Away), Refusal> {
-        let (pool, mut away) = (self.pool, self.away.clone());
-        if !pool.swaps(wish, survey) {
+        let mut away = self.away.clone();
+        if !self.pool.swaps(wish, survey) {
             return Ok((Mode::Recompute, away));
         }
-        for page in body.held_pages(pool) {
-            let at = pool.pages.location(page.id);
-            let here = at.tier() == Some(Tier::Device) && !at.is_gone();
-            if here && pool.pages.read(page.id).pins() == 0 && pool.is_private(page, &self.spoken) {
-                away.add(pool.pages.payer(page.id), pool.class_at(at));
-            }
-        }
-        match self.check_away(&away) {
-            Ok(()) => Ok((Mode::Swap, away)),
-            Err(refusal) if !may_compute(wish, survey) => Err(refusal),
-            Err(_) => Ok((Mode::Recompute, self.away.clone())),
-        }
+        self.takes_along(body).for_each(|(payer, class)| away.add(payer, class));
+        let Err(refusal) = self.check_away(&away) else { return Ok((Mode::Swap, away)) };
+        self.plan.tell_host_full(refusal.level);
+        if may_compute(wish, survey) { Ok((Mode::Recompute, self.away.clone())) } else { Err(refusal) }
     }
 
-    /// Whether the host tier has room for all this; the plan says where it has none.
-    fn check_away(&mut self, away: &Away) -> Result<(), Refusal> {
+    /// Whether the host tier has room for all this.
+    fn check_away(&self, away: &Away) -> Result<(), Refusal> {
         loop {
             let Err(refusal) = self.pool.check_host(away, self.lost) else { return Ok(()) };
             if self.lost || self.pool.drop_lost_pages(self.lane) == 0 {
-                self.plan.tell_host_full(refusal.level);
                 return Err(refusal);
             }
         }

@@ -181,15 +181,21 @@ impl Build<'_> {
             let owner = sequence.tenant();
             let most = surplus.as_mut().map_or(u64::MAX, |surplus| surplus.of(owner));
             let wanted = most.min(bytes - back);
-            if wanted == 0 || where_full && !self.finds_host_full(owner) {
+            if wanted == 0 {
                 continue;
             }
             // In one go with its lock, for what is leased must not become something that is written to.
-            let got = sequence.visit(|_, body, _| match body.state(pool) {
-                State::Running => give(self, &sequence, body, wanted),
-                _ => 0,
+            let got = sequence.visit(|_, body, _| {
+                if body.state(pool) != State::Running {
+                    return None;
+                }
+                let full = if where_full { Some(self.finds_host_full(body)?) } else { None };
+                Some((give(self, &sequence, body, wanted), full))
             });
-            let got = got.unwrap_or(0);
+            let (got, full) = got.ok().flatten().unwrap_or_default();
+            if let Some(level) = full.filter(|_| got > 0) {
+                self.plan.tell_host_full(level);
+            }
             if let Some(surplus) = surplus {
                 surplus.take(owner, got);
             }

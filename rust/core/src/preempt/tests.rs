@@ -882,7 +882,8 @@ fn a_host_tier_in_pieces() {
         }
     }
     release(&kept);
-    assert!(!Build::new(&pool, Lane(0), Plan::new(Kind::Reclaim, t, 1), true).finds_host_full(t));
+    let build = Build::new(&pool, Lane(0), Plan::new(Kind::Reclaim, t, 1), true);
+    assert_eq!(sequence.visit(|_, body, _| build.finds_host_full(body)), Ok(None));
     close(&sequence);
     drop(mine);
     empty(&pool);

@@ -217,6 +217,33 @@ fn the_ladder_compresses_where_the_host_tier_is_full_and_it_is_allowed() {
     }
 }
 
+/// What counts is the limit of who pays: a tenant may not take anything to the host tier, and its sequence has nothing but pages of
+/// the scope above it.
+#[test]
+fn the_ladder_asks_who_pays_for_what_would_go_to_the_host_tier() {
+    for own in [false, true] {
+        let pool = host_pool(small_spec(&[(Full, 2)]), 60, 60);
+        let org = allows(&pool, "org");
+        let publish = vec![(org, None)];
+        let a = Policy { compress: true, limit: [None, Some(Units(0))], publish, ..Policy::default() };
+        let a = tenant(&pool, org, "a", &a);
+        let rows = batch(&pool, 2, 64);
+        // The oldest one goes on whatever is asked.
+        let _oldest = running(&pool, &rows, a, 1000, 1);
+        let tokens = (0..4 * PAGE + if own { 1 } else { 0 }).collect();
+        let open = Open { tokens, share: &[(org, 4 * PAGE)], ..Open::default() };
+        let sequence = pool.open(a, open).expect("it may publish there");
+        rows.add(&sequence).expect("a row");
+        run(&rows, 1);
+        let live = Live::Preempt(From { batches: &[&rows], sessions: &[], who: For::Anybody }, Wish::Swap);
+        let (plan, stopped) = pool.reclaim(org, 256, live, TTL, false).expect("a tenant");
+        assert_eq!((plan.rungs.compress > 0, plan.rungs.offload > 0, stopped.is_empty()), (own, !own, own));
+        assert_eq!(plan.host_full, if own { vec![a] } else { vec![] });
+        pool.commit_plan(&plan).expect("open");
+        green(&pool);
+    }
+}
+
 /// Below one level somebody is at a limit of the host tier: its pages are compressed, and the other one's are not.
 #[test]
 fn the_ladder_compresses_for_those_at_their_limit_of_the_host_tier() {
