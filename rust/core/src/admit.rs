@@ -91,6 +91,8 @@ impl Pool {
     pub fn admit(&self, tenant: TenantId, open: &Open<'_>, length: u32) -> Result<Admission, Error> {
         self.check_open()?;
         self.check_tenant(tenant)?;
+        // What lies in stock may have to go back first.
+        let _op = self.enter(self.next_lane());
         let max_new = open.max_new_tokens;
         let total = length
             .checked_add(max_new)

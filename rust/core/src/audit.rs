@@ -118,9 +118,12 @@ impl Pool {
                 continue;
             };
             let mut audit = Audit::new(self);
+            // A policy that changes is no operation, and takes what lies in stock in its hands for a moment.
+            let policies = self.ledger.hold_policies();
             audit.read_pages(true);
             audit.compare_sums();
-            // Policies and stocks may move beside it: what is broken is still so at the next look.
+            drop(policies);
+            // Stocks may move beside it all the same: what is broken is still so at the next look.
             if self.standing_still() == Some(before) && (audit.findings.is_empty() || attempt + 1 == ATTEMPTS)
             {
                 return audit.report(true);

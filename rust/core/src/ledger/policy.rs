@@ -401,6 +401,11 @@ impl Ledger {
         self.is_live(tenant.id) && self.now(tenant.id) == tenant
     }
 
+    /// No policy changes, and no tenant comes or goes, until this is dropped.
+    pub(crate) fn hold_policies(&self) -> impl Drop + '_ {
+        self.tenants.lock()
+    }
+
     /// Write down something about a tenant that is forgotten with it ([`Self::remove`]), or about the root: whether it is there,
     /// and so whether `f` was done.
     pub(crate) fn note(&self, tenant: TenantId, f: impl FnOnce()) -> bool {

@@ -525,6 +525,26 @@ fn two_who_suspend_and_an_expiry() {
     });
 }
 
+/// An audit beside a policy that changes, which takes what lies in stock back: it finds nothing.
+#[test]
+fn an_audit_beside_a_policy() {
+    check(|| {
+        let spec = spec(&[(Full, 1)]);
+        let pool = Arc::new(Pool::new(spec.clone(), &options(&spec, 80)).expect("a pool"));
+        let t = plain_tenant(&pool, "t");
+        // What was given back lies in stock.
+        let face = crate::face::Pages::new(&pool);
+        let pages = face.allocate(t, GroupId(0), 3).expect("there are more");
+        face.release(&pages).expect("they are held");
+        assert!(pool.ledger().usage(Tier::Device, t).stock > Units(0));
+        let limit = Policy { limit: [Some(Units(1)), None], ..Policy::default() };
+        let other = spawn(&pool, move |pool| pool.ledger().set_policy(t, &limit));
+        let report = pool.audit();
+        assert!(report.findings.is_empty(), "{report:?}");
+        assert_eq!(done(other), Ok(()));
+    });
+}
+
 /// A tenant goes while it is frozen and gets watermarks: who has its id afterwards has neither.
 #[test]
 fn what_is_said_of_a_tenant_that_goes_is_forgotten() {
