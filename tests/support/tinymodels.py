@@ -4,25 +4,26 @@ from typing import Any
 
 VOCAB = 97
 WINDOW = 24
+# Of DeepSeek's families: a latent, and experts.
+MOE: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
 
 
 def _configs() -> dict[str, tuple[str, dict[str, Any]]]:
     """Class and config of each family."""
-    moe = {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 16,
-        "q_lora_rank": None,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 12,
-        "num_key_value_heads": 4,
-    }
     gemma = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW}
     mixed = ["sliding_attention", "sliding_attention", "full_attention"]
     return {
@@ -48,8 +49,8 @@ def _configs() -> dict[str, tuple[str, dict[str, Any]]]:
                 "altup_num_inputs": 2,
             },
         ),
-        "deepseek_v2": ("DeepseekV2", moe),
-        "deepseek_v3": ("DeepseekV3", {**moe, "q_lora_rank": 24}),
+        "deepseek_v2": ("DeepseekV2", MOE),
+        "deepseek_v3": ("DeepseekV3", {**MOE, "q_lora_rank": 24}),
         "gpt_oss": (
             "GptOss",
             {

@@ -9,6 +9,7 @@ import pytest
 
 import kvalloc
 from kvalloc.engine import Engine, Literal, Request, Sampling, WallClock
+from tinymodels import MOE
 from tinypool import check_idle
 
 torch = pytest.importorskip("torch")
@@ -31,21 +32,8 @@ SMALL = {
     "bos_token_id": None,
     "pad_token_id": 0,
 }
-LATENT = {
-    "kv_lora_rank": 20,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "head_dim": 8,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-}
+# A latent whose size is no power of two.
+LATENT = MOE | {"head_dim": 8, "kv_lora_rank": 20}
 FAMILIES = {
     "Llama": {},
     "Qwen2": {},
@@ -54,7 +42,7 @@ FAMILIES = {
     "Gemma2": {"sliding_window": 48, "query_pre_attn_scalar": 16, "num_hidden_layers": 4},
     "Gemma3": {"sliding_window": 48, "query_pre_attn_scalar": 16, "sliding_window_pattern": 3},
     "GptOss": {"sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "DeepseekV2": LATENT | {"q_lora_rank": None},
+    "DeepseekV2": LATENT,
     "DeepseekV3": LATENT | {"q_lora_rank": 24},
 }
 

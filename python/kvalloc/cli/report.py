@@ -11,7 +11,7 @@ from kvalloc.sizes import format_bytes
 
 from . import plots
 from .live import clock
-from .summary import seconds, short
+from .summary import has_host_limits, seconds, short
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -146,7 +146,7 @@ def _cards_of(cards: Iterable[tuple[str, str]]) -> str:
 
 
 def _table(result: dict[str, Any]) -> str:
-    host = ["host limit"] if any(row["host_limit"] is not None for row in result["tenants"]) else []
+    host = ["host limit"] if has_host_limits(result) else []
     head = [
         "tenant", "reserve", "limit", *host, "weight", "requests", "finished", "refused", "prompt", "reply",
         "hit rate", "waste",

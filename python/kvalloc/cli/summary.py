@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["print_summary", "seconds", "short", "wrapped"]
+__all__ = ["has_host_limits", "print_summary", "seconds", "short", "wrapped"]
 
 LABEL = 8  # columns of a line's name
 WIDE = 96  # columns from which reserve and limit stand in the table
@@ -71,7 +71,7 @@ def print_summary(result: dict[str, Any], console: Console) -> None:
     title = f"{trace} on {settings.get('model', '')}, {format_bytes(pool['capacity'])}"
     console.print(title, style="bold", highlight=False, markup=False)
     bounds = any(_bounds(row) for row in result["tenants"])
-    wide = bounds and console.width >= WIDE + (HOST if _has_host_limits(result) else 0)
+    wide = bounds and console.width >= WIDE + (HOST if has_host_limits(result) else 0)
     console.print(_table(result, wide, console.width), highlight=False)
     lines = []
     if bounds and not wide:
@@ -93,7 +93,7 @@ def _table(result: dict[str, Any], wide: bool, width: int) -> Table:
     columns = ["requests", "prompt", "reply", "hits", "wait P50", "P99", "refused", "waste"]
     bare = len(columns)
     columns += ["reserve", "limit"] if wide else []
-    host = wide and _has_host_limits(result)
+    host = wide and has_host_limits(result)
     columns += ["host limit"] if host else []
     parents = {row["parent"] for row in result["tenants"]}
     lines = []
@@ -133,7 +133,8 @@ def _table(result: dict[str, Any], wide: bool, width: int) -> Table:
     return table
 
 
-def _has_host_limits(result: dict[str, Any]) -> bool:
+def has_host_limits(result: dict[str, Any]) -> bool:
+    """Whether any tenant has a limit of the host tier, so that tables have a column for it."""
     return any(row["host_limit"] is not None for row in result["tenants"])
 
 

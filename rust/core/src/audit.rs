@@ -8,6 +8,7 @@
 //! | a live page lies in an allocated frame, alone, and its id is taken; a free page's id is free | each page, frame map |
 //! | a page that was cut has no frame and no charge, and can't be found | each page, sums |
 //! | an INDEXED page is listed under its key; its parent lives, is INDEXED and counts it | each page |
+//! | a cached page that stands in no order has a child in the index, or a copy uses it: it comes back with the end of that | each page |
 //! | free + held + cached + pinned + leaving + in limbo + claimed by open plans = capacity, in bytes, per tier | sum over pages against the arena |
 //! | held, cached and pinned units of each tenant equal the sums over its pages, and over the places in another tier that open plans have claimed | ledger |
 //! | a page is pinned as often as the listed pins say | each page, pin list |
@@ -15,8 +16,8 @@
 //!
 //! # While others work
 //!
-//! An operation visits several rooms, and between two of them the sums can't agree. Operations are counted as they enter
-//! and leave, so the audit knows whether the books stood still while it read them: then the report is `exact`. Under load
+//! An operation visits several rooms, and between two of them the sums can't agree; a policy that changes is none, and waits
+//! meanwhile. Operations are counted as they enter and leave, so the audit knows whether the books stood still while it read them: then the report is `exact`. Under load
 //! it tries a few times and, if they never stood still, checks what holds for every page by itself at any instant (each
 //! finding is looked at again before it is reported), gives the sums as it saw them, and says `exact: false`.
 //!

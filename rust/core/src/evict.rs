@@ -54,7 +54,7 @@
 //! clears it; so "no children" still holds if the page's word did not change. A child that the same hand has just taken
 //! does not count: it can't be hit any more.
 //!
-//! Callers: pool.rs. Which tenant has to give is not decided here.
+//! Callers: pool.rs, life.rs, keep.rs; sequence/body.rs and face.rs ask the ghosts. Which tenant has to give is not decided here.
 
 mod ghost;
 mod queue;

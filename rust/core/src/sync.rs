@@ -10,8 +10,10 @@
 //! | `cas`, `transit`, `exchange`, `plus`, `minus`, `set`, `clear` | AcqRel / Acquire | a transition both hands over what came before and takes over what others handed over |
 //! | `peek`, `tally` | Relaxed | a hint or a statistic: wrong by a moment costs a retry or nothing, never a page |
 //!
-//! No protocol in the core needs a single total order over two words (each invariant is carried by one word), so
-//! nothing is SeqCst and there are no stand-alone fences (ThreadSanitizer can't follow those).
+//! No protocol in the core needs a single total order over two words: nearly every invariant is carried by one word, and where
+//! two threads change one word each and must not both miss the other's (a step and a drain, frame/quiesce.rs; a page that is set
+//! aside and its last child, evict.rs; a lowered limit and a stock, ledger/book.rs), each reads the other's word by adding to it
+//! or exchanging it. So nothing is SeqCst and there are no stand-alone fences (ThreadSanitizer can't follow those).
 //!
 //! With `--cfg kvalloc_loom` the atomics are loom's, with `--cfg kvalloc_shuttle` shuttle's.
 

@@ -529,8 +529,7 @@ fn two_who_suspend_and_an_expiry() {
 #[test]
 fn an_audit_beside_a_policy() {
     check(|| {
-        let spec = spec(&[(Full, 1)]);
-        let pool = Arc::new(Pool::new(spec.clone(), &options(&spec, 80)).expect("a pool"));
+        let pool = pool(spec(&[(Full, 1)]), 80);
         let t = plain_tenant(&pool, "t");
         // What was given back lies in stock.
         let face = crate::face::Pages::new(&pool);
@@ -545,14 +544,20 @@ fn an_audit_beside_a_policy() {
     });
 }
 
+/// A pool with an id for one tenant, who has it.
+fn one_tenant() -> (Arc<Pool>, TenantId) {
+    let spec = spec(&[(Full, 1)]);
+    let options = Options { max_tenants: 1, ..options(&spec, 8) };
+    let pool = Arc::new(Pool::new(spec, &options).expect("a pool"));
+    let old = plain_tenant(&pool, "old");
+    (pool, old)
+}
+
 /// A tenant goes while it is frozen and gets watermarks: who has its id afterwards has neither.
 #[test]
 fn what_is_said_of_a_tenant_that_goes_is_forgotten() {
     check(|| {
-        let spec = spec(&[(Full, 1)]);
-        let options = Options { max_tenants: 1, ..options(&spec, 8) };
-        let pool = Arc::new(Pool::new(spec, &options).expect("a pool"));
-        let old = plain_tenant(&pool, "old");
+        let (pool, old) = one_tenant();
         let page = pool.spec().sizes()[0];
         let other = spawn(&pool, move |pool| {
             let frozen = pool.set_frozen(old, true).is_ok();
@@ -571,10 +576,7 @@ fn what_is_said_of_a_tenant_that_goes_is_forgotten() {
 #[test]
 fn a_tenant_goes_and_another_gets_its_id() {
     check(|| {
-        let spec = spec(&[(Full, 1)]);
-        let options = Options { max_tenants: 1, ..options(&spec, 8) };
-        let pool = Arc::new(Pool::new(spec, &options).expect("a pool"));
-        let old = plain_tenant(&pool, "old");
+        let (pool, old) = one_tenant();
         let page = pool.spec().sizes()[0];
         let first = spawn(&pool, move |pool| pool.remove_tenant(old).is_ok());
         let second = spawn(&pool, move |pool| pool.remove_tenant(old).is_ok());
